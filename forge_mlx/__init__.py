@@ -1,0 +1,22 @@
+"""forge-mlx: train and fine-tune small language models with MLX.
+
+Importing it first loads a fast BLAS on Linux (see `forge_mlx.blas`), then MLX.
+"""
+
+from importlib import import_module
+
+from forge_mlx.blas import BlasChoice, SlowBlasWarning, blas_choice, load_blas
+
+__version__ = "0.1.0"
+
+load_blas()
+try:
+    import_module("mlx.core")
+except ImportError as error:
+    raise ImportError(
+        f"[forge_mlx] a usable MLX build is required but importing mlx.core failed: {error}. "
+        'On Linux: pip install "forge-mlx[cpu]", or "forge-mlx[cuda]" with an NVIDIA GPU. '
+        "On a Mac with Apple silicon: pip install forge-mlx, with a native (arm64) Python."
+    ) from error
+
+__all__ = ["BlasChoice", "SlowBlasWarning", "__version__", "blas_choice", "load_blas"]

@@ -1,0 +1,20 @@
+"""Corpora, tokenizers, token files and a batch stream whose position can be saved."""
+
+from forge_mlx.data.cache import TokenFile
+from forge_mlx.data.config import DataConfig, TokenizerConfig
+from forge_mlx.data.prepare import DataFacts, PreparedData, prepare
+from forge_mlx.data.stream import BatchStream, eval_batches
+from forge_mlx.data.tokenizer import StreamDecoder, Tokenizer
+
+__all__ = [
+    "BatchStream",
+    "DataConfig",
+    "DataFacts",
+    "PreparedData",
+    "StreamDecoder",
+    "TokenFile",
+    "Tokenizer",
+    "TokenizerConfig",
+    "eval_batches",
+    "prepare",
+]

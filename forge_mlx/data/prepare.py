@@ -1,0 +1,319 @@
+"""From the `data:` section to a tokenizer and two token files, cached by content."""
+
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from forge_mlx._cache import cache_dir
+from forge_mlx.data.cache import (
+    DamagedCacheError,
+    TokenFile,
+    TokenWriter,
+    build_folder,
+    read_json,
+    write_json,
+)
+from forge_mlx.data.config import DataConfig
+from forge_mlx.data.corpus import Piece, Split
+from forge_mlx.data.files import SourceFile
+from forge_mlx.data.sources import NAMES_SHOWN, Sources, list_files, sample_text, some_names
+from forge_mlx.data.tokenizer import Tokenizer
+
+# Changes when the same corpus and config would give other files: it is part of every key.
+_VERSION = 1
+_SPLITS: tuple[Split, Split] = ("train", "valid")
+_BATCH_BYTES = 1 << 21
+_GZIP_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What a corpus holds; `dataclasses.asdict` gives plain JSON values.
+
+    Attributes:
+        source: the config's source.
+        files: files read, those left out not counted.
+        files_not_utf8: files that are left out because they are not UTF-8.
+        names_not_utf8: the first of their names.
+        empty_documents: documents without text, left out.
+        split_by: `documents`, `document tails` or `valid_paths`.
+        train_documents, valid_documents: documents of each split.
+        train_bytes, valid_bytes: UTF-8 bytes of text.
+        train_tokens, valid_tokens: tokens, an end token for each document included.
+        bytes_per_token: of the validation text, without end tokens.
+        gzip_bits_per_byte: `gzip -9` over all validation text in one stream, its first 64 MiB: a yardstick.
+        vocab_size: pieces of the tokenizer.
+        from_cache: whether the token files were there already.
+        seconds: what preparing took this time.
+    """
+
+    source: str | list[str]
+    files: int
+    files_not_utf8: int
+    names_not_utf8: list[str]
+    empty_documents: int
+    split_by: str
+    train_documents: int
+    valid_documents: int
+    train_bytes: int
+    valid_bytes: int
+    train_tokens: int
+    valid_tokens: int
+    bytes_per_token: float
+    gzip_bits_per_byte: float
+    vocab_size: int
+    from_cache: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A corpus that is ready for training.
+
+    Attributes:
+        tokenizer: made or loaded as the config says.
+        train: tokens to train on.
+        valid: tokens to validate on.
+        facts: counts of both.
+    """
+
+    tokenizer: Tokenizer
+    train: TokenFile
+    valid: TokenFile
+    facts: DataFacts
+
+
+def prepare(config: DataConfig, *, log: Callable[[str], None]) -> PreparedData:
+    """Find the files, train or load the tokenizer, and tokenise both splits.
+
+    Token files and tokenizer are kept in the cache under a hash of the files' contents, of the settings
+    and of the tokenizer; when all are there, only the files' contents are hashed again.
+
+    Args:
+        config: the `data:` section.
+        log: takes one line of text for everything that a person should know.
+
+    Raises:
+        ValueError: a source is missing, unreadable or empty, a JSON line is invalid, the vocabulary does
+            not fit the text, or a file changed meanwhile.
+        OSError: the cache's folder cannot be written.
+    """
+    started = time.monotonic()
+    listing, split_at = list_files(config, log)
+    sources = Sources(config, listing, split_at)
+    corpus_key = _corpus_key(config, listing, split_at)
+    tokenizer = _get_tokenizer(config, sources, corpus_key, log)
+    folder = cache_dir() / "data" / f"tokens-{_hash(corpus_key, tokenizer.fingerprint)}"
+    from_cache = True
+    while (found := _open_tokens(folder, log)) is None:
+        from_cache = False
+        _build_tokens(folder, sources, tokenizer, log)
+    train, valid, stored = found
+    facts = _facts(config, listing, train, valid, tokenizer, stored)
+    facts = replace(facts, from_cache=from_cache, seconds=round(time.monotonic() - started, 3))
+    _log_facts(facts, log)
+    return PreparedData(tokenizer, train, valid, facts)
+
+
+def _corpus_key(config: DataConfig, listing: list[SourceFile], split_at: int | None) -> str:
+    contents = [f"{file.is_json:d}{file.is_gzip:d}{file.digest()}" for file in listing]
+    split = config.valid_fraction if split_at is None else split_at
+    return _hash(str(_VERSION), json.dumps([config.text_field, config.packing, split]), *contents)
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _get_tokenizer(
+    config: DataConfig, sources: Sources, corpus_key: str, log: Callable[[str], None]
+) -> Tokenizer:
+    wanted = config.tokenizer
+    if wanted.path is not None:
+        tokenizer = Tokenizer.load(wanted.path)
+        log(
+            f"tokenizer: {wanted.path}, {tokenizer.vocab_size} pieces; "
+            "tokenizer.kind, vocab_size and sample_bytes do not apply"
+        )
+        return tokenizer
+    key = _hash(corpus_key, wanted.kind, str(wanted.vocab_size), str(wanted.sample_bytes))
+    folder = cache_dir() / "data" / f"tokenizer-{key}"
+    found = _open_tokenizer(folder, log)
+    if found is not None:
+        return found
+    started = time.monotonic()
+    tokenizer = Tokenizer.train(
+        sample_text(sources.pieces(), sources.train_bytes(), wanted.sample_bytes),
+        kind=wanted.kind,
+        vocab_size=wanted.vocab_size,
+    )
+    with build_folder(folder, lambda path: _open_tokenizer(path, _ignore) is not None) as temporary:
+        sources.require_unchanged()
+        tokenizer.save(temporary / "tokenizer.model")
+        write_json(temporary / "tokenizer.json", {"fingerprint": tokenizer.fingerprint})
+    seconds = time.monotonic() - started
+    log(f"tokenizer: {wanted.kind}, {tokenizer.vocab_size} pieces, trained in {seconds:.1f} s")
+    return tokenizer
+
+
+def _open_tokenizer(folder: Path, log: Callable[[str], None]) -> Tokenizer | None:
+    if not folder.exists():
+        return None
+    try:
+        expected = read_json(folder / "tokenizer.json").get("fingerprint")
+        tokenizer = Tokenizer.load(folder / "tokenizer.model")
+        if tokenizer.fingerprint != expected:
+            raise DamagedCacheError("tokenizer.model is not the file that was written")
+    except ValueError as error:
+        log(f"the cached tokenizer {folder} is damaged ({error}): training it again")
+        return None
+    return tokenizer
+
+
+def _open_tokens(
+    folder: Path, log: Callable[[str], None]
+) -> tuple[TokenFile, TokenFile, dict[str, Any]] | None:
+    if not folder.exists():
+        return None
+    try:
+        train, valid = (TokenFile(folder / f"{split}.bin") for split in _SPLITS)
+        stored = read_json(folder / "facts.json")
+        if stored.keys() != {
+            "not_utf8",
+            "empty_documents",
+            "split_by",
+            "gzip_bits_per_byte",
+            "bytes_per_token",
+        }:
+            raise DamagedCacheError("facts.json has other fields than expected")
+    except DamagedCacheError as error:
+        log(f"the cached tokens {folder} are damaged ({error}): building them again")
+        return None
+    return train, valid, stored
+
+
+def _build_tokens(folder: Path, sources: Sources, tokenizer: Tokenizer, log: Callable[[str], None]) -> None:
+    started = time.monotonic()
+    with build_folder(folder, lambda path: _open_tokens(path, _ignore) is not None) as temporary:
+        writers = {
+            split: TokenWriter(
+                temporary / f"{split}.bin",
+                vocab_size=tokenizer.vocab_size,
+                tokenizer=tokenizer.fingerprint,
+                fingerprint=_hash(folder.name, split),
+            )
+            for split in _SPLITS
+        }
+        try:
+            gzip_bits = _write_tokens(sources, tokenizer, writers)
+            sources.require_unchanged()
+            _require_both_splits(writers)
+            for writer in writers.values():
+                writer.close()
+        finally:
+            for writer in writers.values():
+                writer.abandon()
+        valid = writers["valid"]
+        stored = {
+            "not_utf8": sources.not_utf8,
+            "empty_documents": sum(corpus.scan.empty for corpus in sources.corpora),
+            "split_by": sources.split_by,
+            "gzip_bits_per_byte": gzip_bits,
+            "bytes_per_token": valid.num_bytes / max(valid.num_tokens - valid.num_documents, 1),
+        }
+        write_json(temporary / "facts.json", stored)
+    megabytes = sum(writer.num_bytes for writer in writers.values()) / 1e6
+    log(f"tokenised {megabytes:.1f} MB in {time.monotonic() - started:.1f} s")
+
+
+def _write_tokens(sources: Sources, tokenizer: Tokenizer, writers: dict[Split, TokenWriter]) -> float:
+    """Encode everything in batches; return the validation text's bits per byte under gzip."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    raw = packed = 0
+    for batch in _batches(sources.pieces()):
+        encoded = tokenizer.encode_batch([piece.text for piece in batch])
+        for piece, ids in zip(batch, encoded, strict=True):
+            data = piece.text.encode()
+            writers[piece.split].add(ids, len(data))
+            if piece.last:
+                writers[piece.split].end_document(tokenizer.end_id)
+            if piece.split == "valid" and raw < _GZIP_BYTES:
+                raw += len(data)
+                packed += len(packer.compress(data))
+    packed += len(packer.flush())
+    return 8 * packed / max(raw, 1)
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Group pieces until each group is worth the cost of starting the threads."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _require_both_splits(writers: dict[Split, TokenWriter]) -> None:
+    for split, writer in writers.items():
+        if not writer.num_bytes:
+            raise ValueError(
+                f"[data] the {split} split must hold some text but is empty: the source is too small to be "
+                "split. Give more text, change data.valid_fraction, or name data.valid_paths."
+            )
+
+
+def _facts(
+    config: DataConfig,
+    listing: list[SourceFile],
+    train: TokenFile,
+    valid: TokenFile,
+    tokenizer: Tokenizer,
+    stored: dict[str, Any],
+) -> DataFacts:
+    not_utf8 = [listing[index].name for index in stored["not_utf8"]]
+    return DataFacts(
+        source=config.source,
+        files=len(listing) - len(not_utf8),
+        files_not_utf8=len(not_utf8),
+        names_not_utf8=not_utf8[:NAMES_SHOWN],
+        empty_documents=stored["empty_documents"],
+        split_by=stored["split_by"],
+        train_documents=train.num_documents,
+        valid_documents=valid.num_documents,
+        train_bytes=train.num_bytes,
+        valid_bytes=valid.num_bytes,
+        train_tokens=train.num_tokens,
+        valid_tokens=valid.num_tokens,
+        bytes_per_token=stored["bytes_per_token"],
+        gzip_bits_per_byte=stored["gzip_bits_per_byte"],
+        vocab_size=tokenizer.vocab_size,
+        from_cache=False,
+        seconds=0.0,
+    )
+
+
+def _log_facts(facts: DataFacts, log: Callable[[str], None]) -> None:
+    if facts.files_not_utf8:
+        log(f"left out {facts.files_not_utf8} files that are not UTF-8{some_names(facts.names_not_utf8)}")
+    if facts.empty_documents:
+        log(f"left out {facts.empty_documents} documents without text")
+    log(
+        f"data: {facts.train_tokens:,} tokens to train on ({facts.train_documents} documents, "
+        f"{facts.train_bytes / 1e6:.1f} MB), {facts.valid_tokens:,} to validate ({facts.valid_documents}, "
+        f"{facts.valid_bytes / 1e6:.1f} MB; gzip -9: {facts.gzip_bits_per_byte:.2f} bits per byte), "
+        f"{'from the cache' if facts.from_cache else 'built'} in {facts.seconds:.1f} s"
+    )
+
+
+def _ignore(_: str) -> None:
+    """Take a log line and drop it."""

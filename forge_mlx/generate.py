@@ -1,0 +1,101 @@
+"""The command ``python -m forge_mlx.generate RUN --prompt ...``: stream text from a trained model."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from forge_mlx.data.tokenizer import StreamDecoder, Tokenizer
+from forge_mlx.hub.native import ModelFolderError, load_model, load_weights
+from forge_mlx.models.gpt import GPT
+from forge_mlx.sampling import Sampler, generate_tokens
+from forge_mlx.train.checkpoint import list_checkpoints
+from forge_mlx.train.folder import RunFolder
+from forge_mlx.train.load import load_config
+
+
+def open_model(path: Path) -> tuple[GPT, Tokenizer, Path]:
+    """Load a model folder, or of a run folder the final model, else its newest checkpoint.
+
+    Returns:
+        the model in evaluation mode, its tokenizer, and the folder the weights came from.
+
+    Raises:
+        ModelFolderError: there is no model.
+    """
+    if (path / "config.json").is_file():
+        return *load_model(path), path
+    run = RunFolder(path)
+    if run.final.is_dir():
+        return *load_model(run.final), run.final
+    checkpoints = list_checkpoints(run.checkpoints)
+    if not run.started or not checkpoints:
+        raise ModelFolderError(f"{path}: is neither a model folder nor a run folder with a checkpoint.")
+    model = GPT(load_config(run.config_file).model)
+    load_weights(model, checkpoints[-1] / "model.safetensors")
+    model.eval()
+    return model, Tokenizer.load(run.tokenizer_file), checkpoints[-1]
+
+
+def stream_text(
+    model: GPT, tokenizer: Tokenizer, prompt: str, sampler: Sampler, max_tokens: int, seed: int
+) -> Iterator[str]:
+    """Yield the continuation of a prompt piece by piece, only whole characters.
+
+    Raises:
+        ValueError: prompt and answer together are longer than the model's positions.
+    """
+    tokens = [tokenizer.end_id, *tokenizer.encode(prompt)]
+    limit = model.config.max_seq_len
+    if len(tokens) + max_tokens > limit:
+        raise ValueError(
+            f"--max-tokens must be at most {max(limit - len(tokens), 0)} after this prompt of {len(tokens)} "
+            f"tokens, since the model has {limit} positions, but got {max_tokens}."
+        )
+    decoder = StreamDecoder(tokenizer)
+    for token in generate_tokens(model, tokens, sampler, max_tokens, stop=tokenizer.end_id, seed=seed):
+        yield decoder.push(token)
+    yield decoder.finish()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m forge_mlx.generate", description="Continue a prompt with a trained model."
+    )
+    parser.add_argument("model", type=Path, help="a run's folder, or a model folder such as RUN/final")
+    parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
+    parser.add_argument("--max-tokens", type=int, default=200, help="most tokens to write (default 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
+    parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0: all)")
+    parser.add_argument(
+        "--top-p", type=float, default=0.95, help="keep the likeliest to this sum (default 0.95)"
+    )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="drop what is rarer than this x the likeliest"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
+        model, tokenizer, source = open_model(options.model)
+        print(f"[{source}]", file=sys.stderr)
+        print(options.prompt, end="", flush=True)
+        for piece in stream_text(model, tokenizer, options.prompt, sampler, options.max_tokens, options.seed):
+            print(piece, end="", flush=True)
+        print()
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print()
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

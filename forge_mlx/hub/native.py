@@ -1,0 +1,54 @@
+"""forge-mlx's own model folder: ``model.safetensors``, ``config.json``, ``tokenizer.model``."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+from pydantic import ValidationError
+
+from forge_mlx.data.tokenizer import Tokenizer
+from forge_mlx.models.gpt import GPT, GPTConfig
+from forge_mlx.nn.parameters import named_arrays
+
+
+class ModelFolderError(ValueError):
+    """A folder that holds no model that can be read."""
+
+
+def save_model(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
+    """Write a model and its tokenizer into an existing folder."""
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(named_arrays(model.parameters())))
+    (folder / "config.json").write_text(model.config.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    tokenizer.save(folder / "tokenizer.model")
+
+
+def load_model(folder: Path) -> tuple[GPT, Tokenizer]:
+    """Read what ``save_model`` wrote.
+
+    Raises:
+        ModelFolderError: a file is missing, or the weights do not fit the config.
+    """
+    for name in ("config.json", "model.safetensors", "tokenizer.model"):
+        if not (folder / name).is_file():
+            raise ModelFolderError(f"{folder}: is no model folder: {name} is missing.")
+    try:
+        config = GPTConfig.model_validate(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (ValidationError, ValueError) as error:
+        raise ModelFolderError(f"{folder / 'config.json'}: {error}") from None
+    model = GPT(config)
+    load_weights(model, folder / "model.safetensors")
+    model.eval()
+    return model, Tokenizer.load(folder / "tokenizer.model")
+
+
+def load_weights(model: GPT, file: Path) -> None:
+    """Put the arrays of a safetensors file into a model; every name and shape must fit.
+
+    Raises:
+        ModelFolderError: the file is damaged or does not fit the model.
+    """
+    try:
+        model.load_weights(str(file), strict=True)
+        mx.eval(model.parameters())
+    except (ValueError, RuntimeError) as error:
+        raise ModelFolderError(f"{file}: {error}") from None

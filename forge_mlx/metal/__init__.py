@@ -1,0 +1,1 @@
+"""How a Metal kernel runs: sources, engines and the emulator. Knows MLX; knows no op."""

@@ -1,0 +1,26 @@
+"""Neural network modules and losses over the kernels."""
+
+from forge_mlx.nn.activations import relu2, softcap
+from forge_mlx.nn.attention import Attention, causal_attention
+from forge_mlx.nn.kv_cache import KVCache
+from forge_mlx.nn.losses import IGNORE_INDEX, cross_entropy, cross_entropy_sum
+from forge_mlx.nn.mlp import MLP, GatedMLP
+from forge_mlx.nn.norms import LayerNorm, RMSNorm
+from forge_mlx.nn.parameters import count_elements, is_matrix
+
+__all__ = [
+    "IGNORE_INDEX",
+    "MLP",
+    "Attention",
+    "GatedMLP",
+    "KVCache",
+    "LayerNorm",
+    "RMSNorm",
+    "causal_attention",
+    "count_elements",
+    "cross_entropy",
+    "cross_entropy_sum",
+    "is_matrix",
+    "relu2",
+    "softcap",
+]

@@ -1,0 +1,43 @@
+"""The ``optim`` section of a training config."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from forge_mlx._config import Section
+
+
+class OptimConfig(Section):
+    """The optimizer, its schedule and gradient clipping."""
+
+    name: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="adamw for all parameters, or muon for the hidden matrices and adamw for the rest",
+    )
+    lr: float = Field(1e-3, gt=0, description="peak learning rate of AdamW")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments")
+    eps: float = Field(1e-8, gt=0, description="AdamW's addition to the denominator")
+    weight_decay: float = Field(
+        0.1,
+        ge=0,
+        description="decoupled decay, w <- w (1 - lr wd), of matrices only: norms and biases have none",
+    )
+    muon_lr: float = Field(0.02, gt=0, description="peak learning rate of Muon's matrices")
+    muon_momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum (Nesterov)")
+    muon_steps: int = Field(5, ge=1, le=10, description="Newton-Schulz iterations of Muon")
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine",
+        description="after the warmup: cosine to final_lr; wsd: constant, then linearly to final_lr; constant",
+    )
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warmup")
+    decay_fraction: float = Field(
+        0.2, gt=0, le=1, description="wsd: the last part of all steps in which the rate falls"
+    )
+    final_lr: float = Field(0.1, ge=0, le=1, description="the last learning rate, as a fraction of the peak")
+    clip_norm: float | None = Field(1.0, gt=0, description="clip the gradient's global norm to this; null: never")
+
+    @model_validator(mode="after")
+    def _check_betas(self) -> "OptimConfig":
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1) but got {list(self.betas)}")
+        return self

@@ -1,0 +1,114 @@
+"""Optimizers over groups of parameters: decay on matrices only, Muon on hidden matrices only."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+
+from forge_mlx.nn.parameters import is_matrix, named_arrays
+from forge_mlx.optim.config import OptimConfig
+
+ParameterFilter = Callable[[str, mx.array], bool]
+
+
+class DecoupledMuon(optim.Muon):
+    """MLX's Muon with decoupled weight decay: ``w <- w (1 - lr wd) - lr orthogonalised(momentum)``.
+
+    MLX adds the decay to the gradient, where the orthogonalisation turns it into a direction of unit scale.
+    Liu et al. 2025 ("Muon is scalable for LLM training") decay the weights themselves, as AdamW does.
+    """
+
+    def __init__(self, learning_rate: float, momentum: float, weight_decay: float, ns_steps: int) -> None:
+        super().__init__(learning_rate, momentum=momentum, weight_decay=0.0, nesterov=True, ns_steps=ns_steps)
+        self.decoupled_decay = weight_decay
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+        """One update of one matrix."""
+        decayed = parameter * (1 - self.learning_rate * self.decoupled_decay)
+        updated: mx.array = super().apply_single(gradient, decayed, state)
+        return updated
+
+
+class GroupedOptimizer(optim.MultiOptimizer):
+    """Several optimizers, each over the parameters its filter selects, under one learning-rate schedule.
+
+    Args:
+        optimizers: one a group; a parameter belongs to the first whose filter accepts ``(name, array)``.
+        filters: one for each optimizer but the last, which takes what is left.
+    """
+
+    def __init__(self, optimizers: list[optim.Optimizer], filters: list[ParameterFilter]) -> None:
+        super().__init__(optimizers, filters)
+        self._peak_rates = [float(o.learning_rate) for o in optimizers]
+
+    def set_rate_factor(self, factor: float) -> None:
+        """Set every group's learning rate to ``factor`` times its peak."""
+        for optimizer, peak in zip(self.optimizers, self._peak_rates, strict=True):
+            optimizer.learning_rate = peak * factor
+
+    def flat_state(self) -> dict[str, mx.array]:
+        """The whole state as one flat dictionary of arrays, ready for a safetensors file."""
+        return dict(named_arrays(self.state))
+
+    def load_flat_state(self, arrays: dict[str, mx.array]) -> None:
+        """Restore what ``flat_state`` returned.
+
+        The optimizer must have been initialised on the same parameters.
+
+        Raises:
+            ValueError: names, shapes or dtypes differ from this optimizer's own.
+        """
+        own = self.flat_state()
+        if missing := sorted(own.keys() - arrays.keys()):
+            raise ValueError(f"[GroupedOptimizer] the saved state lacks {', '.join(missing)}.")
+        if extra := sorted(arrays.keys() - own.keys()):
+            raise ValueError(f"[GroupedOptimizer] the saved state has no place for {', '.join(extra)}.")
+        for name, array in arrays.items():
+            if array.shape != own[name].shape or array.dtype != own[name].dtype:
+                raise ValueError(
+                    f"[GroupedOptimizer] {name} must be {own[name].dtype} {own[name].shape} "
+                    f"but got {array.dtype} {array.shape}."
+                )
+        for i, optimizer in enumerate(self.optimizers):
+            _assign(optimizer.state, arrays, f"states.{i}")
+
+
+def _assign(tree: dict[str, Any] | list[Any], arrays: dict[str, mx.array], prefix: str) -> None:
+    """Replace the leaves of ``tree`` in place: compiled functions hold on to the containers."""
+    keys: list[Any] = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+    for key in keys:
+        path = f"{prefix}.{key}"
+        if isinstance(tree[key], (dict, list)):
+            _assign(tree[key], arrays, path)
+        else:
+            tree[key] = arrays[path]
+
+
+def is_hidden_matrix(name: str, parameter: mx.array) -> bool:
+    """Whether Muon takes a parameter: the matrices between the embedding and the head."""
+    return parameter.ndim == 2 and name.startswith("layers.")
+
+
+def build_optimizer(config: OptimConfig) -> GroupedOptimizer:
+    """The optimizer that a config describes.
+
+    AdamW follows Loshchilov and Hutter 2019 with bias correction, as PyTorch's. Muon is Jordan et al. 2024.
+    """
+
+    def adamw(weight_decay: float) -> optim.AdamW:
+        return optim.AdamW(
+            config.lr,
+            betas=list(config.betas),
+            eps=config.eps,
+            weight_decay=weight_decay,
+            bias_correction=True,
+        )
+
+    optimizers: list[optim.Optimizer] = [adamw(config.weight_decay), adamw(0.0)]
+    filters: list[ParameterFilter] = [lambda _name, parameter: is_matrix(parameter)]
+    if config.name == "muon":
+        muon = DecoupledMuon(config.muon_lr, config.muon_momentum, config.weight_decay, config.muon_steps)
+        optimizers.insert(0, muon)
+        filters.insert(0, is_hidden_matrix)
+    return GroupedOptimizer(optimizers, filters)

@@ -1,0 +1,75 @@
+"""The command ``python -m forge_mlx.train CONFIG [section.key=value ...]``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from forge_mlx.train.dry_run import describe_run
+from forge_mlx.train.load import load_config
+from forge_mlx.train.loop import Interrupted, Outcome, TrainingStopped, train
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m forge_mlx.train",
+        description="Train a language model from a YAML config. A run that was stopped goes on when the same "
+        "command is given again.",
+        epilog="Example: python -m forge_mlx.train models/configs/quickstart.yaml optim.lr=1e-3 run.dir=runs/mine",
+    )
+    parser.add_argument("config", type=Path, help="YAML file; models/configs holds examples")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="values that replace the file's"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print shapes, parameters, tokens a step and memory; train nothing",
+    )
+    return parser
+
+
+def _print_outcome(outcome: Outcome) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.rule("sample")
+    console.print(outcome.sample, markup=False)
+    console.rule()
+    folder = outcome.folder
+    console.print(
+        f"validation: {outcome.loss:.4f} nats a token, {outcome.bits_per_byte:.4f} bits per byte\n"
+        f"report:     {folder / 'report.html'}\n"
+        f"model:      {folder / 'final'}\n"
+        f'next:       python -m forge_mlx.generate {folder} --prompt "def main("\n'
+        f"            or copy the config, point data.paths at your own text and train on that",
+        markup=False,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit status: 0 done, 1 failed, 2 bad input, 128 + signal when interrupted."""
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        config = load_config(options.config, options.overrides)
+        if options.dry_run:
+            describe_run(config)
+            return 0
+        _print_outcome(train(config))
+        return 0
+    except Interrupted as stopped:
+        print(stopped, file=sys.stderr)
+        return 128 + stopped.signal
+    except TrainingStopped as stopped:
+        print(f"error: {stopped}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped before the first step; nothing was lost", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""The training config: every section and field, with its help text. ``load.py`` reads it from YAML."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from forge_mlx._config import Section
+from forge_mlx.data.config import DataConfig
+from forge_mlx.models.gpt import GPTConfig
+from forge_mlx.optim import OptimConfig
+
+
+class RunConfig(Section):
+    """Where a run lives and how it starts."""
+
+    dir: Path = Field(description="the run's folder: config, metrics, checkpoints, final model, report")
+    seed: int = Field(0, ge=0, lt=2**31, description="seeds the weights, dropout and the order of the data")
+    resume: Literal["auto", "never", "must"] = Field(
+        "auto",
+        description="auto: continue where the folder's last checkpoint is, else start; never: start anew and "
+        "keep an existing folder under another name; must: continue, or fail without a checkpoint",
+    )
+    device: Literal["auto", "cpu", "gpu"] = Field("auto", description="auto: the GPU where MLX has one")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="of the forward and backward pass; weights and moments stay float32. auto: bfloat16 on a "
+        "GPU, float32 on a CPU, where 16-bit products bypass the BLAS",
+    )
+
+
+class LoopConfig(Section):
+    """The training loop: sizes and how often what happens."""
+
+    steps: int = Field(gt=0, description="optimizer updates")
+    batch_size: int = Field(gt=0, description="rows in one forward and backward pass")
+    seq_len: int = Field(gt=0, description="tokens in a row")
+    accumulate: int = Field(1, gt=0, description="passes whose gradients make one update, weighted by tokens")
+    log_every: int = Field(10, gt=0, description="steps between training records")
+    eval_every: int = Field(100, ge=0, description="steps between evaluations; 0: only at the end")
+    eval_tokens: int = Field(32768, gt=0, description="validation tokens of an evaluation during training")
+    final_eval_tokens: int | None = Field(
+        None, gt=0, description="validation tokens of the last evaluation; null: all of them"
+    )
+    sample_every: int = Field(0, ge=0, description="steps between samples; 0: only at the end")
+    sample_prompt: str = Field("", description="what a sample continues; empty: the start of a document")
+    sample_tokens: int = Field(128, gt=0, description="tokens in a sample")
+    sample_temperature: float = Field(0.7, ge=0, description="temperature of samples; 0: greedy")
+    checkpoint_every: int = Field(100, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep_checkpoints: int = Field(2, gt=0, description="newest checkpoints that are kept")
+
+
+class TrainConfig(Section):
+    """A whole training config."""
+
+    run: RunConfig
+    model: GPTConfig
+    data: DataConfig
+    train: LoopConfig
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+
+    @model_validator(mode="after")
+    def _check_across_sections(self) -> "TrainConfig":
+        if self.train.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"train.seq_len must be at most model.max_seq_len ({self.model.max_seq_len}) "
+                f"but got {self.train.seq_len}"
+            )
+        if self.optim.warmup_steps >= self.train.steps:
+            raise ValueError(
+                f"optim.warmup_steps must be less than train.steps ({self.train.steps}) "
+                f"but got {self.optim.warmup_steps}"
+            )
+        return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Target tokens of one update."""
+        return self.train.batch_size * self.train.seq_len * self.train.accumulate

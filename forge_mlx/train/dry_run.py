@@ -1,0 +1,66 @@
+"""``--dry-run``: what a config would train, without data or a training step."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from forge_mlx.data.tokenizer import Tokenizer
+from forge_mlx.models.gpt import GPT
+from forge_mlx.nn.parameters import named_arrays
+from forge_mlx.train.config import TrainConfig
+from forge_mlx.train.device import choose_placement
+from forge_mlx.train.memory import estimate_memory
+
+GIB = 2**30
+
+
+def planned_vocab_size(config: TrainConfig) -> int:
+    """The vocabulary size a run will have: the config's, the given tokenizer's, or the one to be trained."""
+    tokenizer = config.data.tokenizer
+    size = Tokenizer.load(Path(tokenizer.path)).vocab_size if tokenizer.path else tokenizer.vocab_size
+    if config.model.vocab_size not in (None, size):
+        raise ValueError(
+            f"model.vocab_size must be the tokenizer's {size} (or null) but got {config.model.vocab_size}."
+        )
+    return size
+
+
+def describe_run(config: TrainConfig, console: Console | None = None) -> None:
+    """Print parameter shapes and counts, tokens and FLOPs a step, and the estimated peak memory."""
+    console = console or Console(highlight=False)
+    placement = choose_placement(config.run)
+    model_config = config.model.model_copy(update={"vocab_size": planned_vocab_size(config)})
+    # The arrays are lazy: nothing is allocated for the shapes alone.
+    model = GPT(model_config, seed=config.run.seed)
+    console.print(_shape_table(model))
+    total, hidden = model.num_parameters(), model.num_parameters(embeddings=False)
+    loop, steps, step_tokens = config.train, config.train.steps, config.tokens_per_step
+    flops = model.flops_per_token(loop.seq_len) * step_tokens
+    memory = estimate_memory(model_config, config.optim, total, loop.batch_size, loop.seq_len, placement.dtype_name)
+    lines = {
+        "device": f"{placement.device.type.name}, {placement.dtype_name} ({placement.reason})",
+        "parameters": f"{total:,} ({hidden:,} without embeddings)",
+        "tokens a step": f"{step_tokens:,} = {loop.batch_size} rows x {loop.seq_len} x {loop.accumulate} passes",
+        "tokens in all": f"{step_tokens * steps:,} in {steps:,} steps",
+        "FLOPs": f"{flops:.3g} a step, {flops * steps:.3g} in all",
+        "memory": f"about {memory.total / GIB:.2f} GiB: weights {memory.weights / GIB:.2f}, gradients "
+        f"{memory.gradients / GIB:.2f}, optimizer {memory.optimizer / GIB:.2f}, activations "
+        f"{memory.activations / GIB:.2f}, logits {memory.logits / GIB:.2f} (not all at once)",
+        "run folder": f"{config.run.dir}{' (exists)' if config.run.dir.exists() else ''}",
+    }
+    for name, text in lines.items():
+        console.print(f"{name + ':':<15}{text}", soft_wrap=True)
+
+
+def _shape_table(model: GPT) -> Table:
+    """One row a parameter; the layers are alike, so the first stands for all."""
+    count = len(model.layers)
+    table = Table(title=f"parameters ({count} layers; layers.0 stands for each)")
+    for column in ("name", "shape", "elements"):
+        table.add_column(column, justify="left" if column == "name" else "right")
+    for name, array in named_arrays(model.parameters()):
+        if name.startswith("layers.") and not name.startswith("layers.0."):
+            continue
+        table.add_row(name, " x ".join(str(n) for n in array.shape), f"{array.size:,}")
+    return table

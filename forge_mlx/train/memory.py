@@ -1,0 +1,69 @@
+"""An estimate of a run's peak memory, from its config alone."""
+
+from dataclasses import dataclass
+
+from forge_mlx.models.gpt import GPTConfig
+from forge_mlx.optim import OptimConfig
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes, by what they hold.
+
+    Attributes:
+        weights: the float32 weights, twice: an update writes new ones before the old ones go.
+        gradients: of the weights, float32.
+        optimizer: the moments, likewise twice.
+        activations: what the backward pass needs of the forward pass.
+        logits: logits and their gradient, float32 in the loss.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Estimated peak: the larger of the backward pass and the update."""
+        backward = self.weights // 2 + self.gradients + self.optimizer // 2 + self.activations + self.logits
+        update = self.weights + self.gradients + self.optimizer
+        return max(backward, update)
+
+
+def estimate_memory(
+    model: GPTConfig, optim: OptimConfig, parameters: int, batch_size: int, seq_len: int, dtype: str
+) -> MemoryEstimate:
+    """Estimate the peak of one training step.
+
+    The count of activations is one layer's inputs and outputs of every product, norm and activation, with the
+    attention probabilities ``[B, H, T, T]`` that MLX's plain path keeps on a CPU.
+
+    Args:
+        model: the model's config, with its vocabulary size.
+        optim: the optimizer's config.
+        parameters: number of weights.
+        batch_size: rows in one pass.
+        seq_len: tokens in a row.
+        dtype: of the forward and backward pass.
+    """
+    size = BYTES[dtype]
+    tokens = batch_size * seq_len
+    heads = model.num_heads * model.head_size
+    kv = model.kv_heads * model.head_size
+    gated = model.mlp in ("swiglu", "geglu")
+    widths = 4 * model.hidden_size + 2 * (heads + 2 * kv) + heads
+    widths += (4 if gated else 3) * model.mlp_size
+    probabilities = 2 * model.num_heads * seq_len
+    activations = model.num_layers * tokens * (widths + probabilities) * size
+    moments = 2 if optim.name == "adamw" else 1
+    return MemoryEstimate(
+        weights=2 * 4 * parameters,
+        gradients=4 * parameters,
+        optimizer=2 * moments * 4 * parameters,
+        activations=activations,
+        logits=3 * tokens * (model.vocab_size or 0) * 4,
+    )

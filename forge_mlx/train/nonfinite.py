@@ -1,0 +1,68 @@
+"""When the loss is no longer a number: find where it began."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from forge_mlx.nn.parameters import named_arrays
+
+Tree = dict[str, Any]
+
+
+def _first_bad(tree: Tree) -> str | None:
+    for name, array in named_arrays(tree):
+        if not mx.all(mx.isfinite(array)).item():
+            return name
+    return None
+
+
+class _Recorder(nn.Module):
+    """Stands in for a layer and notes whether its output is finite."""
+
+    def __init__(self, layer: nn.Module, name: str, found: list[str]) -> None:
+        super().__init__()
+        self._layer, self._name, self._found = layer, name, found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._layer(*args, **kwargs)
+        if not self._found and not mx.all(mx.isfinite(output)).item():
+            self._found.append(self._name)
+        return output
+
+
+def first_bad_layer(model: nn.Module, tokens: mx.array) -> str | None:
+    """Name of the first of ``model.layers`` whose output is not finite, ``head`` if only the logits are not.
+
+    Args:
+        model: a decoder with a list ``layers``.
+        tokens: int32 ``[B, T]``.
+    """
+    found: list[str] = []
+    layers = model.layers
+    model.layers = [_Recorder(layer, f"layers.{i}", found) for i, layer in enumerate(layers)]
+    try:
+        logits = model(tokens)
+    finally:
+        model.layers = layers
+    if found:
+        return found[0]
+    return None if mx.all(mx.isfinite(logits)).item() else "head"
+
+
+def describe_nonfinite(model: nn.Module, batches: list[mx.array], grads: Tree) -> str:
+    """One sentence that says where the first value that is not finite stands.
+
+    Args:
+        model: with the weights *before* the update.
+        batches: int32 ``[B, T + 1]`` each, of the failed step.
+        grads: the gradients of the failed step.
+    """
+    if bad := _first_bad(model.parameters()):
+        return f"the first bad parameter is {bad}"
+    for tokens in batches:
+        if bad := first_bad_layer(model, tokens[:, :-1]):
+            return f"all parameters are finite; the first bad output is that of {bad}"
+    if bad := _first_bad(grads):
+        return f"all parameters and activations are finite; the first bad gradient is that of {bad}"
+    return "parameters, activations and gradients are finite; the sum over them overflowed"

@@ -1,0 +1,95 @@
+"""The report of `python -m forge_mlx.info`, and the speeds that the project states."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import forge_mlx
+from forge_mlx import info
+
+
+def command(*arguments: str) -> str:
+    line = [sys.executable, "-m", "forge_mlx.info", *arguments]
+    run = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True)
+    assert run.stderr == ""
+    return run.stdout
+
+
+@pytest.fixture(scope="module")
+def collected() -> dict:
+    """From a fresh process, where forge_mlx is imported before mlx."""
+    return json.loads(command("--json"))
+
+
+def test_float32_reaches_80_percent_of_numpy(collected):
+    assert collected["matmul"]["ratio"] >= 0.8
+
+
+def test_bfloat16_is_slow_on_the_cpu(collected):
+    """Why the trainer picks float32 on a CPU: once this fails, MLX has improved and the advice is wrong."""
+    rates = collected["matmul"]
+    assert rates["mlx_bfloat16"] < rates["mlx_float32"] / 3
+
+
+def test_json_holds_what_a_bug_report_needs(collected):
+    assert collected["versions"]["forge-mlx"] == forge_mlx.__version__
+    assert {"python", "mlx", "numpy"} <= collected["versions"].keys()
+    assert collected["machine"]["cores"] >= 1
+    assert collected["machine"]["memory_gib"] > 0
+    assert collected["machine"]["processor"]
+    assert set(collected["blas"]) == {"origin", "path", "reason"}
+    assert collected["device"]["default"].startswith("Device(")
+
+
+def test_versions_are_flat_and_measure_nothing(monkeypatch):
+    def measure(*_, **__):
+        raise AssertionError("versions() must not run a benchmark")
+
+    monkeypatch.setattr(info, "_gflops", measure)
+    found = info.versions()
+    assert found["forge-mlx"] == forge_mlx.__version__
+    assert {"python", "mlx", "numpy"} <= found.keys()
+    choice = forge_mlx.blas_choice()
+    assert found["blas"] == f"{choice.origin}: {choice.reason}"
+    assert all(isinstance(value, str) for value in found.values())
+
+
+def test_text_says_the_same_in_lines(collected):
+    lines = dict(line.split(maxsplit=1) for line in command().splitlines())
+    assert lines["mlx"] == collected["versions"]["mlx"]
+    for name in ("python", "system", "processor", "device", "BLAS", "library", "float32", "bfloat16"):
+        assert lines[name].strip()
+    assert "ratio" in lines["float32"]
+    assert "the trainer picks float32" in lines["bfloat16"]
+    assert "forge_mlx.nn uses mx.fast" in lines["kernel"]
+
+
+def test_missing_parts_do_not_stop_it(monkeypatch, collected):
+    def nothing(*_, **__):
+        raise OSError
+
+    monkeypatch.setattr(info, "Path", lambda _: SimpleNamespace(read_text=nothing))
+    monkeypatch.setattr(info, "_matmul_rates", lambda: collected["matmul"])
+    monkeypatch.setattr("os.sysconf", nothing)
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    text = dict(info._lines(info.collect()))
+    assert "memory unknown" in text["processor"]
+    assert "op by op" in text["C++ compiler"]
+
+
+def test_gflops_counts_two_operations_a_term(monkeypatch):
+    times = iter([0.0, 0.5, 10.0, 12.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    assert info._gflops(lambda: None, 1000, runs=2) == pytest.approx(4.0)
+
+
+def test_rates_are_those_of_the_named_types(monkeypatch):
+    measured = {info.mx.float32: 200.0, info.mx.bfloat16: 7.0}
+    monkeypatch.setattr(info, "matmul_gflops", lambda dtype, *_, **__: measured[dtype])
+    monkeypatch.setattr(info, "_numpy_gflops", lambda *_, **__: 160.0)
+    rates = info._matmul_rates()
+    assert (rates["mlx_float32"], rates["mlx_bfloat16"]) == (200.0, 7.0)
+    assert (rates["numpy_float32"], rates["ratio"]) == (160.0, 1.25)

@@ -1,0 +1,111 @@
+"""Every script explains itself, and those that CI runs find what they look for."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from scripts import check_run, check_wheel, readme_command
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(
+    file.relative_to(ROOT).as_posix()
+    for file in (ROOT / "scripts").rglob("*.py")
+    if "__main__" in file.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_says_what_it_does(script):
+    command = [sys.executable, str(ROOT / script), "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage: ")
+    assert len(result.stdout.splitlines()) > 3
+
+
+def test_bash_blocks_are_found_in_their_order():
+    text = "# x\n```bash\none\ntwo\n```\n```python\nno\n```\n    ```bash\n```bash\nthree\n```\n"
+    assert readme_command.bash_blocks(text) == ["one\ntwo\n", "three\n"]
+
+
+@pytest.mark.parametrize("number", ["0", "3"])
+def test_readme_command_refuses_a_block_that_is_not_there(monkeypatch, capsys, tmp_path, number):
+    (tmp_path / "README.md").write_text("```bash\na\n```\n```bash\nb\n```\n")
+    monkeypatch.setattr(readme_command, "README", tmp_path / "README.md")
+    monkeypatch.setattr(sys, "argv", ["readme_command.py", number])
+    assert readme_command.main() == 1
+    assert (
+        f"the number must be from 1 to 2, the bash blocks in {tmp_path}/README.md" in capsys.readouterr().err
+    )
+    monkeypatch.setattr(sys, "argv", ["readme_command.py", "2"])
+    assert readme_command.main() == 0
+    assert capsys.readouterr().out == "b\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run that has finished with 1.5 bits per byte."""
+    for name in check_run.FILES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    write_metrics(tmp_path, {"final": False, "bits_per_byte": 9.0}, {"final": True, "bits_per_byte": 1.5})
+    return tmp_path
+
+
+def write_metrics(run: Path, *evaluations: dict) -> None:
+    records = [{"kind": "train", "loss": 1.0}, *({"kind": "eval"} | values for values in evaluations)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def check(run: Path, limit: float, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["check_run.py", str(run), "--bits-per-byte", str(limit)])
+    return check_run.main()
+
+
+def test_finished_run_passes_up_to_the_limit(run, monkeypatch, capsys):
+    assert check(run, 1.5, monkeypatch) == 0
+    assert "1.5000 bits per byte" in capsys.readouterr().out
+    assert check(run, 1.49, monkeypatch) == 1
+    assert "the final bits per byte must be at most 1.49 but got 1.5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "nan", None], ids=repr)
+def test_run_without_a_finite_figure_fails(run, monkeypatch, capsys, value):
+    write_metrics(run, {"final": True, "bits_per_byte": value})
+    assert check(run, 2.0, monkeypatch) == 1
+    assert "must be at most 2.0" in capsys.readouterr().err
+
+
+def test_run_that_has_not_finished_fails(run, monkeypatch, capsys):
+    write_metrics(run, {"final": False, "bits_per_byte": 1.0})
+    assert check(run, 2.0, monkeypatch) == 1
+    (run / "metrics.jsonl").unlink()
+    assert check(run, 2.0, monkeypatch) == 1
+    assert capsys.readouterr().err.count("the run has not finished") == 2
+
+
+@pytest.mark.parametrize("name", check_run.FILES)
+def test_run_without_one_of_its_files_fails(run, monkeypatch, capsys, name):
+    (run / name).write_text("")
+    assert check(run, 2.0, monkeypatch) == 1
+    assert f"{run / name} is missing or empty" in capsys.readouterr().err
+
+
+def test_wheel_check_names_each_difference(tmp_path):
+    (tmp_path / "kernels" / "room" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "forge_mlx").mkdir()
+    (tmp_path / "forge_mlx" / "kernels").symlink_to("../kernels")
+    for name in ("a.py", "room/forward.metal", "room/README.md", "room/__pycache__/a.pyc"):
+        (tmp_path / "kernels" / name).touch()
+    wheel = tmp_path / "x.whl"
+    with ZipFile(wheel, "w") as archive:
+        for name in ("forge_mlx/kernels/a.py", "kernels/a.py", "forge_mlx-0.1.dist-info/METADATA"):
+            archive.writestr(name, "")
+    assert check_wheel.difference(tmp_path, wheel) == [
+        "not in the wheel: forge_mlx/kernels/room/forward.metal",
+        "in the wheel only: kernels/a.py",
+    ]
