@@ -1,8 +1,9 @@
 """The command ``python -m forge_mlx.generate RUN --prompt ...``: stream text from a trained model."""
 
 import argparse
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from forge_mlx.data.tokenizer import StreamDecoder, Tokenizer
@@ -23,6 +24,8 @@ def open_model(path: Path) -> tuple[GPT, Tokenizer, Path]:
     Raises:
         ModelFolderError: there is no model.
     """
+    if not path.is_dir():
+        raise ModelFolderError(f"{path}: there is no such folder.")
     if (path / "config.json").is_file():
         return *load_model(path), path
     run = RunFolder(path)
@@ -38,20 +41,47 @@ def open_model(path: Path) -> tuple[GPT, Tokenizer, Path]:
 
 
 def stream_text(
-    model: GPT, tokenizer: Tokenizer, prompt: str, sampler: Sampler, max_tokens: int, seed: int
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    sampler: Sampler,
+    max_tokens: int,
+    seed: int,
+    warn: Callable[[str], None],
 ) -> Iterator[str]:
-    """Yield the continuation of a prompt piece by piece, only whole characters.
+    """The continuation of a prompt piece by piece, only whole characters.
+
+    Learned positions end at ``max_seq_len``. Others do not, but the model has never seen longer texts.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: the model's.
+        prompt: the text to continue; it is checked before the first piece is asked for.
+        sampler: how a token is chosen.
+        max_tokens: the most tokens to write.
+        seed: of the choices.
+        warn: told in one line when the text may become longer than those of training.
 
     Raises:
-        ValueError: prompt and answer together are longer than the model's positions.
+        ValueError: ``max_tokens`` is below 1, or prompt and answer together are longer than the learned positions.
     """
+    if max_tokens < 1:
+        raise ValueError(f"--max-tokens must be at least 1 but got {max_tokens}.")
     tokens = [tokenizer.end_id, *tokenizer.encode(prompt)]
     limit = model.config.max_seq_len
     if len(tokens) + max_tokens > limit:
-        raise ValueError(
-            f"--max-tokens must be at most {max(limit - len(tokens), 0)} after this prompt of {len(tokens)} "
-            f"tokens, since the model has {limit} positions, but got {max_tokens}."
-        )
+        size = f"{len(tokens)} tokens of prompt and {max_tokens} of text"
+        if model.config.position == "learned":
+            fits = limit - len(tokens)
+            way_out = f"Use --max-tokens {fits} or less." if fits > 0 else "Use a shorter prompt."
+            raise ValueError(f"the model has {limit} learned positions but got {size}. {way_out}")
+        warn(f"warning: {size} may exceed the {limit} tokens that the model was trained on; quality falls there")
+    return _pieces(model, tokenizer, tokens, sampler, max_tokens, seed)
+
+
+def _pieces(
+    model: GPT, tokenizer: Tokenizer, tokens: list[int], sampler: Sampler, max_tokens: int, seed: int
+) -> Iterator[str]:
     decoder = StreamDecoder(tokenizer)
     for token in generate_tokens(model, tokens, sampler, max_tokens, stop=tokenizer.end_id, seed=seed):
         yield decoder.push(token)
@@ -67,14 +97,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=200, help="most tokens to write (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0: all)")
-    parser.add_argument(
-        "--top-p", type=float, default=0.95, help="keep the likeliest to this sum (default 0.95)"
-    )
-    parser.add_argument(
-        "--min-p", type=float, default=0.0, help="drop what is rarer than this x the likeliest"
-    )
+    parser.add_argument("--top-p", type=float, default=0.95, help="keep the likeliest to this sum (default 0.95)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="drop what is rarer than this x the likeliest")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
     return parser
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,11 +113,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
         model, tokenizer, source = open_model(options.model)
-        print(f"[{source}]", file=sys.stderr)
+        pieces = stream_text(
+            model, tokenizer, options.prompt, sampler, options.max_tokens, options.seed, warn=_to_stderr
+        )
+        _to_stderr(f"[{source}]")
         print(options.prompt, end="", flush=True)
-        for piece in stream_text(model, tokenizer, options.prompt, sampler, options.max_tokens, options.seed):
+        for piece in pieces:
             print(piece, end="", flush=True)
         print()
+        return 0
+    except BrokenPipeError:
+        # The reader has had enough, as `head` does; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """Choosing the next token: temperature, top-k, top-p, min-p; and the generation loop over a KV cache."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,8 +43,8 @@ class Sampler:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if not self.temperature >= 0:
-            raise ValueError(f"[Sampler] temperature must be at least 0 but got {self.temperature}.")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"[Sampler] temperature must be at least 0 and finite but got {self.temperature}.")
         if self.top_k < 0:
             raise ValueError(f"[Sampler] top_k must be at least 0 (0: off) but got {self.top_k}.")
         if not 0 < self.top_p <= 1:
@@ -75,7 +76,9 @@ class Sampler:
         """Draw a token from logits ``[V]``."""
         if self.temperature == 0:
             return int(mx.argmax(logits))
-        return int(mx.random.categorical(self.filtered(logits) / self.temperature, key=key))
+        kept = self.filtered(logits)
+        # The largest becomes 0, so that a small temperature cannot overflow.
+        return int(mx.random.categorical((kept - kept.max()) / self.temperature, key=key))
 
 
 def generate_tokens(

@@ -37,9 +37,7 @@ def main() -> int:
     """The command. Returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument(
-        "--bits-per-byte", type=float, required=True, metavar="LIMIT", help="the highest allowed"
-    )
+    parser.add_argument("--bits-per-byte", type=float, required=True, metavar="LIMIT", help="the highest allowed")
     options = parser.parse_args()
     final = final_evaluation(options.run / "metrics.jsonl")
     found = problems(options.run, final, options.bits_per_byte)

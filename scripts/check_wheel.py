@@ -78,18 +78,14 @@ def check(scratch: Path) -> list[str]:
     # Built from a copy: what an earlier build left in the tree would find its way into the wheel.
     tree = shutil.copytree(ROOT, scratch / "tree", symlinks=True, ignore=shutil.ignore_patterns(*NO_SOURCE))
     wheel, from_tree = _build(tree, scratch / "from sdist"), _build(tree, scratch / "from tree", "--wheel")
-    found = [
-        f"{built.parent.name}: {line}" for built in (wheel, from_tree) for line in difference(tree, built)
-    ]
+    found = [f"{built.parent.name}: {line}" for built in (wheel, from_tree) for line in difference(tree, built)]
     if not found:
         python = scratch / "venv" / "bin" / "python"
         _run(sys.executable, "-m", "venv", scratch / "venv", cwd=scratch)
         _run(python, "-m", "pip", "install", "--quiet", f"{wheel}[cpu]", cwd=scratch)
         _run(python, "-c", PROBE, cwd=scratch)
         _run(python, "-m", "forge_mlx.train", "--help", cwd=scratch)
-        print(
-            f"{wheel.name}: its {len(wheel_files(wheel))} files are those of the tree, and it works installed"
-        )
+        print(f"{wheel.name}: its {len(wheel_files(wheel))} files are those of the tree, and it works installed")
     return found
 
 

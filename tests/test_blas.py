@@ -83,9 +83,7 @@ class Child:
     """A Python process with its own cache folder, watched by the dynamic linker's log."""
 
     def __init__(self, code: str, cache: Path, **environment: str):
-        inherited = {
-            key: value for key, value in os.environ.items() if key not in ("FORGE_MLX_BLAS", "LD_PRELOAD")
-        }
+        inherited = {key: value for key, value in os.environ.items() if key not in ("FORGE_MLX_BLAS", "LD_PRELOAD")}
         self.log = tempfile.TemporaryDirectory()
         own = {
             "FORGE_MLX_CACHE": str(cache),

@@ -11,9 +11,7 @@ import pytest
 def import_with(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(folder), "FORGE_MLX_CACHE": str(folder / "cache")}
     environment.pop("FORGE_MLX_BLAS", None)
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
@@ -21,9 +19,7 @@ def no_build(tmp_path: Path) -> Path:
     """A folder whose `mlx` fails as the bare wheel does on Linux: its extension module finds no libmlx.so."""
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "__init__.py").touch()
-    (tmp_path / "mlx" / "core.py").write_text(
-        "raise ImportError('libmlx.so: cannot open shared object file')\n"
-    )
+    (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: cannot open shared object file')\n")
     return tmp_path
 
 

@@ -111,9 +111,7 @@ def violations(root: Path) -> list[str]:
             if top == "forge_mlx":
                 target = part_of(name, known)
                 if target != part and target not in ALLOWED[part]:
-                    found.append(
-                        f"{module} imports {name}: {part or 'forge_mlx'} may not know {target or top}"
-                    )
+                    found.append(f"{module} imports {name}: {part or 'forge_mlx'} may not know {target or top}")
             elif part in FEW_DEPENDENCIES and top not in sys.stdlib_module_names | FEW_DEPENDENCIES[part]:
                 found.append(f"{module} imports {name}: {part} may not know {top}")
     return found
@@ -125,9 +123,7 @@ def test_imports_go_one_way():
 
 def test_every_module_is_read():
     read = {file.resolve() for file in modules(ROOT).values()}
-    on_disk = {
-        file for folder in ("forge_mlx", "kernels", "models") for file in (ROOT / folder).rglob("*.py")
-    }
+    on_disk = {file for folder in ("forge_mlx", "kernels", "models") for file in (ROOT / folder).rglob("*.py")}
     assert len(read) > 30
     assert read == {file.resolve() for file in on_disk}
 
@@ -204,6 +200,4 @@ def test_planted_violation_is_found(tree, file, line, rule):
         source.write(line + "\n")
     (found,) = violations(tree)
     assert rule in found
-    assert found.startswith(
-        f"forge_mlx.{file.removeprefix('forge_mlx/').removesuffix('.py').replace('/', '.')}"
-    )
+    assert found.startswith(f"forge_mlx.{file.removeprefix('forge_mlx/').removesuffix('.py').replace('/', '.')}")

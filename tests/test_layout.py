@@ -49,9 +49,7 @@ def test_file_exists(name):
 
 
 def test_every_folder_with_code_is_a_package():
-    code = {
-        file.parent for folder in ("forge_mlx", "kernels", "models") for file in (ROOT / folder).rglob("*.py")
-    }
+    code = {file.parent for folder in ("forge_mlx", "kernels", "models") for file in (ROOT / folder).rglob("*.py")}
     assert len(code) > 5
     assert [folder for folder in code if not (folder / "__init__.py").is_file()] == []
 
@@ -60,9 +58,7 @@ def test_every_folder_with_code_is_a_package():
 def checkout(tmp_path: Path) -> Path:
     """A copy of what the package is built from, links kept."""
     for name in ("forge_mlx", "kernels", "models"):
-        shutil.copytree(
-            ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path

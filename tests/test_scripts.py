@@ -38,9 +38,7 @@ def test_readme_command_refuses_a_block_that_is_not_there(monkeypatch, capsys, t
     monkeypatch.setattr(readme_command, "README", tmp_path / "README.md")
     monkeypatch.setattr(sys, "argv", ["readme_command.py", number])
     assert readme_command.main() == 1
-    assert (
-        f"the number must be from 1 to 2, the bash blocks in {tmp_path}/README.md" in capsys.readouterr().err
-    )
+    assert f"the number must be from 1 to 2, the bash blocks in {tmp_path}/README.md" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["readme_command.py", "2"])
     assert readme_command.main() == 0
     assert capsys.readouterr().out == "b\n"

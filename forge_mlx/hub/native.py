@@ -1,6 +1,5 @@
 """forge-mlx's own model folder: ``model.safetensors``, ``config.json``, ``tokenizer.model``."""
 
-import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -31,14 +30,21 @@ def load_model(folder: Path) -> tuple[GPT, Tokenizer]:
     for name in ("config.json", "model.safetensors", "tokenizer.model"):
         if not (folder / name).is_file():
             raise ModelFolderError(f"{folder}: is no model folder: {name} is missing.")
-    try:
-        config = GPTConfig.model_validate(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    except (ValidationError, ValueError) as error:
-        raise ModelFolderError(f"{folder / 'config.json'}: {error}") from None
-    model = GPT(config)
+    model = GPT(_read_config(folder / "config.json"))
     load_weights(model, folder / "model.safetensors")
     model.eval()
     return model, Tokenizer.load(folder / "tokenizer.model")
+
+
+def _read_config(file: Path) -> GPTConfig:
+    try:
+        config = GPTConfig.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
+        raise ModelFolderError(f"{file}: describes no GPT: {'; '.join(problems)}.") from None
+    if config.vocab_size is None:
+        raise ModelFolderError(f"{file}: vocab_size must be a number but got null.")
+    return config
 
 
 def load_weights(model: GPT, file: Path) -> None:
@@ -51,4 +57,4 @@ def load_weights(model: GPT, file: Path) -> None:
         model.load_weights(str(file), strict=True)
         mx.eval(model.parameters())
     except (ValueError, RuntimeError) as error:
-        raise ModelFolderError(f"{file}: {error}") from None
+        raise ModelFolderError(f"{file}: is damaged or of another model: {str(error).rstrip('. ')}.") from None

@@ -1,10 +1,12 @@
 """The ``optim`` section of a training config."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from forge_mlx._config import Section
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
@@ -15,7 +17,7 @@ class OptimConfig(Section):
         description="adamw for all parameters, or muon for the hidden matrices and adamw for the rest",
     )
     lr: float = Field(1e-3, gt=0, description="peak learning rate of AdamW")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments")
+    betas: tuple[_Beta, _Beta] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments")
     eps: float = Field(1e-8, gt=0, description="AdamW's addition to the denominator")
     weight_decay: float = Field(
         0.1,
@@ -35,9 +37,3 @@ class OptimConfig(Section):
     )
     final_lr: float = Field(0.1, ge=0, le=1, description="the last learning rate, as a fraction of the peak")
     clip_norm: float | None = Field(1.0, gt=0, description="clip the gradient's global norm to this; null: never")
-
-    @model_validator(mode="after")
-    def _check_betas(self) -> "OptimConfig":
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must lie in [0, 1) but got {list(self.betas)}")
-        return self

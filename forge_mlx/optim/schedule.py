@@ -13,13 +13,16 @@ def learning_rate_factor(config: OptimConfig, step: int, total_steps: int) -> fl
 
     - cosine: ``f + (1 - f) (1 + cos(pi u)) / 2``
     - wsd (warmup, stable, decay; Hu et al. 2024, MiniCPM): 1, then linear to ``f`` over the last
-      ``decay_fraction`` of all steps
+      ``decay_fraction`` of all steps, or over all that the warmup leaves if these are fewer
     - constant: 1
 
     Args:
         config: the optimizer's section.
         step: the update, from 0 to ``total_steps - 1``.
         total_steps: number of updates of the whole run.
+
+    Raises:
+        ValueError: the step is not one of the run.
     """
     if not 0 <= step < total_steps:
         raise ValueError(f"[learning_rate_factor] step must lie in [0, {total_steps}) but got {step}.")
@@ -31,7 +34,7 @@ def learning_rate_factor(config: OptimConfig, step: int, total_steps: int) -> fl
         progress = (step - config.warmup_steps) / span if span > 0 else 0.0
         return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
     if config.schedule == "wsd":
-        decay_steps = max(1, round(config.decay_fraction * total_steps))
-        into_decay = (step - (last - decay_steps)) / decay_steps
-        return 1.0 if into_decay <= 0 else 1.0 - (1 - config.final_lr) * into_decay
+        decay_steps = min(max(1, round(config.decay_fraction * total_steps)), last - config.warmup_steps)
+        into_decay = step - (last - decay_steps)
+        return 1.0 if into_decay <= 0 else 1.0 - (1 - config.final_lr) * into_decay / decay_steps
     return 1.0

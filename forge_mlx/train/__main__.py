@@ -1,6 +1,7 @@
 """The command ``python -m forge_mlx.train CONFIG [section.key=value ...]``."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +21,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Example: python -m forge_mlx.train models/configs/quickstart.yaml optim.lr=1e-3 run.dir=runs/mine",
     )
     parser.add_argument("config", type=Path, help="YAML file; models/configs holds examples")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="values that replace the file's"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -41,8 +40,8 @@ def _print_outcome(outcome: Outcome) -> None:
         f"validation: {outcome.loss:.4f} nats a token, {outcome.bits_per_byte:.4f} bits per byte\n"
         f"report:     {folder / 'report.html'}\n"
         f"model:      {folder / 'final'}\n"
-        f'next:       python -m forge_mlx.generate {folder} --prompt "def main("\n'
-        f"            or copy the config, point data.paths at your own text and train on that",
+        f'next:       python -m forge_mlx.generate {shlex.quote(str(folder))} --prompt "def main("\n'
+        f"            or copy the config, set data.source to your own text and train on that",
         markup=False,
     )
 
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped before the first step; nothing was lost", file=sys.stderr)
+        print("interrupted; the same command goes on from the last checkpoint, if there is one", file=sys.stderr)
         return 130
 
 

@@ -83,16 +83,10 @@ class Chart:
         for line in self.lines:
             steps, values = thin(line.steps, line.values)
             xs, ys = 1000 * steps / last_step, 1000 * (1 - height(values))
-            lines.append(
-                {"label": line.label, "look": line.look, "path": svg_path(xs, ys), "dots": svg_dots(xs, ys)}
-            )
+            lines.append({"label": line.label, "look": line.look, "path": svg_path(xs, ys), "dots": svg_dots(xs, ys)})
             if line.look != "faint":
-                texts = [
-                    self.text(value) if math.isfinite(value) else "not finite" for value in values.tolist()
-                ]
-                hover.append(
-                    {"label": line.label, "look": line.look, "steps": steps.tolist(), "texts": texts}
-                )
+                texts = [self.text(value) if math.isfinite(value) else "not finite" for value in values.tolist()]
+                hover.append({"label": line.label, "look": line.look, "steps": steps.tolist(), "texts": texts})
         ticks = np.array((_log_ticks(low, high) if log else _ticks(low, high)) if self.lines else [])
         step_ticks = _ticks(0, last_step, whole=True) if self.lines else []
         return {
@@ -100,9 +94,7 @@ class Chart:
             "lines": lines,
             "hover": {"last": last_step, "lines": hover},
             "rule": self.rule and (self.rule[0], 100 * float(height(np.array(self.rule[1])))),
-            "y_ticks": [
-                (100 * at, _tick_text(tick)) for at, tick in zip(height(ticks).tolist(), ticks, strict=True)
-            ],
+            "y_ticks": [(100 * at, _tick_text(tick)) for at, tick in zip(height(ticks).tolist(), ticks, strict=True)],
             "x_ticks": [(100 * tick / last_step, _tick_text(tick)) for tick in step_ticks],
             "marks": [1000 * mark / last_step for mark in marks],
             "notes": [note for note in (self.clipped(), self._left_out()) if note],

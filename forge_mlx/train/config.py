@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from forge_mlx._config import Section
 from forge_mlx.data.config import DataConfig
@@ -27,6 +27,18 @@ class RunConfig(Section):
         description="of the forward and backward pass; weights and moments stay float32. auto: bfloat16 on a "
         "GPU, float32 on a CPU, where 16-bit products bypass the BLAS",
     )
+
+    @field_validator("dir", mode="before")
+    @classmethod
+    def _check_dir(cls, value: object) -> object:
+        if value == "":
+            raise ValueError("must name a folder but is empty")
+        return value
+
+    @field_validator("dir")
+    @classmethod
+    def _expand_home(cls, value: Path) -> Path:
+        return value.expanduser()
 
 
 class LoopConfig(Section):
@@ -61,16 +73,26 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> "TrainConfig":
+        problems = []
         if self.train.seq_len > self.model.max_seq_len:
-            raise ValueError(
-                f"train.seq_len must be at most model.max_seq_len ({self.model.max_seq_len}) "
-                f"but got {self.train.seq_len}"
+            problems.append(
+                f"train.seq_len must be at most model.max_seq_len, {self.model.max_seq_len}, "
+                f"but got {self.train.seq_len}. Lower one or raise the other"
             )
         if self.optim.warmup_steps >= self.train.steps:
-            raise ValueError(
-                f"optim.warmup_steps must be less than train.steps ({self.train.steps}) "
+            problems.append(
+                f"optim.warmup_steps must be less than train.steps, {self.train.steps}, "
                 f"but got {self.optim.warmup_steps}"
             )
+        tokenizer = self.data.tokenizer
+        if tokenizer.path is None and self.model.vocab_size not in (None, tokenizer.vocab_size):
+            problems.append(
+                f"model.vocab_size must be data.tokenizer.vocab_size, {tokenizer.vocab_size}, or null, "
+                f"but got {self.model.vocab_size}"
+            )
+        if problems:
+            # A line each: `explain.py` finds the key that a line begins with.
+            raise ValueError("\n".join(problems))
         return self
 
     @property

@@ -36,16 +36,14 @@ def choose_placement(run: RunConfig) -> Placement:
     """
     gpu = has_gpu()
     if run.device == "gpu" and not gpu:
-        raise ValueError("run.device must be cpu or auto here but got gpu: this build of MLX finds no GPU.")
+        raise ValueError("run.device must be cpu or auto here but got gpu: MLX finds no GPU.")
     on_gpu = gpu and run.device != "cpu"
     device = mx.Device(mx.gpu if on_gpu else mx.cpu)
     if run.dtype != "auto":
         reason = "as the config says"
         if not on_gpu and run.dtype != "float32":
-            reason += "; slow: on a CPU MLX's 16-bit products bypass the BLAS"
+            reason += "; slow, since a CPU's BLAS has no 16-bit products"
         return Placement(device, run.dtype, reason)
     if on_gpu:
         return Placement(device, "bfloat16", "chosen for the GPU; weights and moments stay float32")
-    return Placement(
-        device, "float32", "chosen for the CPU, where MLX's 16-bit products are slow"
-    )
+    return Placement(device, "float32", "chosen for the CPU, where 16-bit products are slow")

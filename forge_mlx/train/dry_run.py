@@ -1,5 +1,6 @@
 """``--dry-run``: what a config would train, without data or a training step."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +13,8 @@ from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.device import choose_placement
 from forge_mlx.train.memory import estimate_memory
 
-GIB = 2**30
+MIB = 2**20
+_INDENT = 15
 
 
 def planned_vocab_size(config: TrainConfig) -> int:
@@ -37,20 +39,24 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
     total, hidden = model.num_parameters(), model.num_parameters(embeddings=False)
     loop, steps, step_tokens = config.train, config.train.steps, config.tokens_per_step
     flops = model.flops_per_token(loop.seq_len) * step_tokens
-    memory = estimate_memory(model_config, config.optim, total, loop.batch_size, loop.seq_len, placement.dtype_name)
+    memory = estimate_memory(
+        model_config, config.optim, total, loop.batch_size, loop.seq_len, placement.dtype_name, loop.accumulate
+    )
+    parts = [f"{name} {size / MIB:,.0f}" for name, size in asdict(memory).items()]
+    passes = f"{loop.accumulate} pass{'' if loop.accumulate == 1 else 'es'}"
     lines = {
-        "device": f"{placement.device.type.name}, {placement.dtype_name} ({placement.reason})",
+        "device": placement.device.type.name,
+        "dtype": f"{placement.dtype_name} ({placement.reason})",
         "parameters": f"{total:,} ({hidden:,} without embeddings)",
-        "tokens a step": f"{step_tokens:,} = {loop.batch_size} rows x {loop.seq_len} x {loop.accumulate} passes",
+        "tokens a step": f"{step_tokens:,} = {loop.batch_size} rows x {loop.seq_len} tokens x {passes}",
         "tokens in all": f"{step_tokens * steps:,} in {steps:,} steps",
         "FLOPs": f"{flops:.3g} a step, {flops * steps:.3g} in all",
-        "memory": f"about {memory.total / GIB:.2f} GiB: weights {memory.weights / GIB:.2f}, gradients "
-        f"{memory.gradients / GIB:.2f}, optimizer {memory.optimizer / GIB:.2f}, activations "
-        f"{memory.activations / GIB:.2f}, logits {memory.logits / GIB:.2f} (not all at once)",
+        "memory": f"about {memory.total / MIB:,.0f} MiB at the peak of a step; not all at once:",
+        "": ", ".join(parts[:3]) + ",\n" + " " * _INDENT + ", ".join(parts[3:]),
         "run folder": f"{config.run.dir}{' (exists)' if config.run.dir.exists() else ''}",
     }
     for name, text in lines.items():
-        console.print(f"{name + ':':<15}{text}", soft_wrap=True)
+        console.print(f"{name + ':' if name else '':<{_INDENT}}{text}", soft_wrap=True, markup=False)
 
 
 def _shape_table(model: GPT) -> Table:

@@ -2,31 +2,51 @@
 
 import fcntl
 import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge_mlx.train.checkpoint import Checkpoint, CheckpointError, list_checkpoints, load_checkpoint
+from forge_mlx.train.checkpoint import (
+    UNFINISHED,
+    Checkpoint,
+    CheckpointError,
+    CheckpointFormatError,
+    list_checkpoints,
+    load_checkpoint,
+    remove_unfinished,
+)
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.load import dump_config, load_config
 
 # A checkpoint means something else when one of these changes; all other keys may change between two starts.
-_FIXED_KEYS = (
-    "model",
-    "data",
-    "run.seed",
-    "train.batch_size",
-    "train.seq_len",
-    "train.accumulate",
-    "optim.name",
-)
+_FIXED_KEYS = ("model", "data", "run.seed", "train.batch_size", "train.seq_len", "train.accumulate", "optim.name")
 _IGNORED_KEYS = ("run.dir", "run.resume")
+# The trainer replaces null or auto in these by what it chose and writes that down.
+_RESOLVED_KEYS = ("model.vocab_size", "run.device", "run.dtype")
 
 
 class RunFolderError(ValueError):
     """The run folder cannot be used as the config asks."""
+
+
+@dataclass(frozen=True)
+class DamagedCheckpoint:
+    """A checkpoint that cannot be read, and why."""
+
+    path: Path
+    reason: str
+
+    def set_aside(self) -> str:
+        """Rename it to the first free ``damaged-NAME``, since the run comes by its step again; a line about it."""
+        kept = wanted = self.path.with_name(f"damaged-{self.path.name}")
+        number = 2
+        while kept.exists():
+            kept = wanted.with_name(f"{wanted.name}-{number}")
+            number += 1
+        self.path.rename(kept)
+        return f"{self.reason} It is called {kept.name} now, and the checkpoint before it is used."
 
 
 class RunFolder:
@@ -43,100 +63,160 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.final = path / "final"
         self.tokenizer_file = path / "tokenizer.model"
+        self._lock_file = path / ".lock"
 
     @property
     def started(self) -> bool:
-        """Whether a run wrote its config here."""
-        return self.config_file.is_file()
+        """Whether a run began here: its log and then its config were written."""
+        return self.metrics_file.is_file() and self.config_file.is_file()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder: a second trainer in it gets an error."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("a+") as file:
+        """Hold the folder, made if need be; where no run begins inside the block, it is left as it was found.
+
+        Raises:
+            RunFolderError: another trainer holds it, or it cannot be written.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise RunFolderError(f"run.dir must be a folder but {self.path} is a file.")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = self._lock_file.open("a+")
+        except OSError as error:
+            raise RunFolderError(f"run.dir must be a folder that can be written: {error}.") from error
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 file.seek(0)
+                raise self._in_use(file.read().strip()) from None
+            except OSError as error:
                 raise RunFolderError(
-                    f"{self.path}: process {file.read().strip() or 'unknown'} is training here. Wait for it, or "
-                    "give this run another folder (run.dir=...)."
-                ) from None
+                    f"{self.path}: the folder cannot be locked: {error}. Choose one on a local disk."
+                ) from error
+            # Between open and flock another trainer may have moved the folder away, and the lock with it.
+            if not (self._lock_file.exists() and os.path.samestat(os.fstat(file.fileno()), self._lock_file.stat())):
+                raise self._in_use("")
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
-            yield
+            try:
+                yield
+            finally:
+                self._leave_as_found()
 
     def check_usable(self, config: TrainConfig) -> None:
-        """Fail early where ``run.resume`` and the folder's contents do not fit together."""
-        if self.path.exists() and not self.path.is_dir():
-            raise RunFolderError(f"run.dir must be a folder but {self.path} is a file.")
+        """Fail early where ``run.resume`` and the folder's contents do not fit together.
+
+        Raises:
+            RunFolderError: there is no checkpoint to go on from, or the folder is not that of a run.
+        """
         if config.run.resume == "must" and not list_checkpoints(self.checkpoints):
             raise RunFolderError(f"run.resume is must, but {self.checkpoints} holds no checkpoint.")
-        if not self.started and self.path.is_dir() and any(p.name != ".lock" for p in self.path.iterdir()):
+        if self.started or not self.path.is_dir():
+            return
+        # A run that was killed while it began leaves an empty log; hidden files may be the file manager's.
+        others = [p.name for p in self.path.iterdir() if not p.name.startswith(".") and p != self.metrics_file]
+        if others:
             raise RunFolderError(
-                f"run.dir must be new or the folder of a run, but {self.path} holds other files. Choose another."
+                f"run.dir must be new or the folder of a run, but {self.path} holds other files, such as "
+                f"{min(others)}. Choose another folder."
             )
 
     def set_aside(self) -> Path | None:
-        """Move the contents of an earlier run to a new numbered folder beside this one."""
+        """Rename the folder of an earlier run to the first free ``NAME-before-N`` beside it.
+
+        Its lock goes with it: the folder must be locked anew afterwards.
+        """
         if not self.started:
             return None
+        # Resolved: of a link to a folder elsewhere the folder is renamed, and the link stays.
+        path = self.path.resolve()
         number = 1
-        while (kept := self.path.with_name(f"{self.path.name}-before-{number}")).exists():
+        while (kept := path.with_name(f"{path.name}-before-{number}")).exists():
             number += 1
-        kept.mkdir()
-        for item in self.path.iterdir():
-            if item.name != ".lock":
-                shutil.move(item, kept / item.name)
+        path.rename(kept)
+        path.mkdir()
         return kept
 
     def changed_keys(self, config: TrainConfig) -> list[str]:
-        """Keys whose value differs from the one this folder's run was started with, as ``key: old -> new``.
+        """Keys whose value differs from the one this folder's run last had, as ``key: old -> new``.
+
+        Args:
+            config: the config of this start; values that the trainer is still to fill in are not compared.
 
         Raises:
-            RunFolderError: one of them decides what the checkpoint means.
+            RunFolderError: some of them decide what the checkpoint means.
         """
         old, new = _flatten(load_config(self.config_file)), _flatten(config)
-        changed = []
+        changed: list[str] = []
+        refused: list[str] = []
         for key in sorted(old.keys() | new.keys()):
-            filled_in = new.get(key) in (None, "auto")
-            if key in _IGNORED_KEYS or old.get(key) == new.get(key) or (filled_in and key in _RESOLVED_KEYS):
+            filled_in = key in _RESOLVED_KEYS and new.get(key) in (None, "auto")
+            if key in _IGNORED_KEYS or old.get(key) == new.get(key) or filled_in:
                 continue
-            change = f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
-            if any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS):
-                raise RunFolderError(
-                    f"{self.path}: cannot go on with another {change}. Put the old value back, choose a new folder "
-                    "(run.dir=...), or start anew (run.resume=never keeps the old run under another name)."
-                )
-            changed.append(change)
+            fixed = any(key == prefix or key.startswith(f"{prefix}.") for prefix in _FIXED_KEYS)
+            (refused if fixed else changed).append(f"{key}: {old.get(key)!r} -> {new.get(key)!r}")
+        if refused:
+            raise RunFolderError(
+                f"{self.path}: this run cannot go on with other values of these keys (old -> new):\n  "
+                + "\n  ".join(refused)
+                + "\nPut the old values back, choose a new folder (run.dir=...), or start anew (run.resume=never "
+                "keeps the old run under another name)."
+            )
         return changed
 
-    def latest(self, log: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that can be read; damaged ones are named and passed over.
+    def latest(self) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
+        """The newest checkpoint that can be read (None without any), and the damaged ones that are newer.
 
         Raises:
+            CheckpointFormatError: the newest that is not damaged is of another version.
             RunFolderError: there are checkpoints and none can be read.
         """
-        paths = list_checkpoints(self.checkpoints)
-        for path in reversed(paths):
+        damaged: list[DamagedCheckpoint] = []
+        for path in reversed(list_checkpoints(self.checkpoints)):
             try:
-                return load_checkpoint(path)
+                return load_checkpoint(path), damaged
+            except CheckpointFormatError:
+                raise
             except CheckpointError as error:
-                log(f"{error} Trying the one before it.")
-        if paths:
-            raise RunFolderError(f"{self.checkpoints}: none of its {len(paths)} checkpoints can be read.")
-        return None
+                damaged.append(DamagedCheckpoint(path, str(error)))
+        if damaged:
+            reasons = "".join(f"\n  {checkpoint.reason}" for checkpoint in damaged)
+            raise RunFolderError(
+                f"{self.checkpoints}: none of the {len(damaged)} checkpoints can be read:{reasons}\n"
+                "Bring one back from a backup, or start anew (run.resume=never keeps this folder under another name)."
+            )
+        return None, []
+
+    def remove_unfinished(self) -> None:
+        """Remove what killed processes left half written; the folder must be locked."""
+        for folder in (self.path, self.checkpoints):
+            remove_unfinished(folder)
+        for pattern in (".metrics.jsonl.*.tmp", ".loss.png.*.tmp", ".report.html.*.tmp"):
+            for path in self.path.glob(pattern):
+                path.unlink(missing_ok=True)
 
     def write_config(self, config: TrainConfig) -> None:
         """Write the resolved config, through a temporary file."""
-        temporary = self.config_file.with_suffix(".unfinished")
+        temporary = self.path / f"{UNFINISHED}{self.config_file.name}"
         dump_config(config, temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, self.config_file)
 
+    def _in_use(self, process: str) -> RunFolderError:
+        return RunFolderError(
+            f"{self.path}: another process{f' ({process})' if process else ''} is training here. Wait for it, or give "
+            "this run another folder (run.dir=...)."
+        )
 
-# The trainer replaces null or auto in these by what it chose and writes that down.
-_RESOLVED_KEYS = ("model.vocab_size", "run.device", "run.dtype")
+    def _leave_as_found(self) -> None:
+        """Where no run began, take the lock's file away, and the folder if it is empty then."""
+        if not self.started:
+            with suppress(OSError):
+                self._lock_file.unlink()
+                self.path.rmdir()
 
 
 def _flatten(config: TrainConfig) -> dict[str, Any]:

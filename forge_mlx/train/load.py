@@ -1,166 +1,182 @@
-"""Reading a training config: YAML, overrides from the command line, errors that name the key."""
+"""Reading a training config: YAML, overrides from the command line; and writing one."""
 
-import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from ruamel.yaml.constructor import DuplicateKeyError, SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.representer import SafeRepresenter
 
 from forge_mlx.train.config import TrainConfig
+from forge_mlx.train.explain import Key, Origin, explain_errors, plain_types, section_of, show, suggest
+
+_HEADER = "# Every setting of this run, defaults included.\n"
+_SECTIONS = tuple(TrainConfig.model_fields)
 
 
 class ConfigError(ValueError):
     """A config that cannot be used. The message names the file, the key, the value and what is allowed."""
 
 
+class _Constructor(SafeConstructor):
+    """YAML 1.2 has no dates: what looks like one is text."""
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+
+
+class _Representer(SafeRepresenter):
+    """Lists of numbers on one line, all else one item a line."""
+
+    def represent_list(self, data: list[Any]) -> SequenceNode:
+        in_line = all(isinstance(item, (int, float)) for item in data)
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=in_line)
+
+
+_Representer.add_representer(list, _Representer.represent_list)
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read and check a training config.
 
     Args:
-        path: a YAML 1.2 file.
-        overrides: ``key.path=value`` strings that replace or add values; the value is YAML.
+        path: a YAML 1.2 file. A section with nothing in it has its defaults.
+        overrides: ``key.path=value`` strings that replace or add values, the last one of a key winning. The value
+            is YAML, but for a key that holds text it is taken as it stands, unless it begins with a quote.
 
     Raises:
         ConfigError: the file cannot be read, is no YAML, or holds a key or value that is not allowed; all
             problems are listed.
     """
-    values = _read_yaml(path)
-    for override in overrides:
-        _apply_override(values, override)
+    values, lines = _read_yaml(path)
+    _fill_empty_sections(values, TrainConfig)
+    keys = [_apply_override(values, override) for override in overrides]
     try:
         # JSON mode: strict, but a path may be written as a string and a pair as a list, as YAML has them.
         return TrainConfig.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        overridden = {text.split("=", 1)[0] for text in overrides}
-        problems = [_explain(e, path, overridden) for e in error.errors(include_url=False)]
-        raise ConfigError("\n".join(problems)) from None
+        found = error.errors(include_url=False)
+    problems = explain_errors(cast(list[Any], found), TrainConfig, values, Origin(path, lines, keys))
+    if len(problems) > 1:
+        problems = [f"{path}: {len(problems)} problems", *(f"  {problem}" for problem in problems)]
+    raise ConfigError("\n".join(problems))
 
 
 def dump_config(config: BaseModel, path: Path) -> None:
     """Write a config as YAML, every default spelt out."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
+    yaml.Representer = _Representer
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     with path.open("w", encoding="utf-8") as file:
-        yaml.dump(config.model_dump(mode="json"), file)
+        file.write(_HEADER)
+        for name, section in config.model_dump(mode="json").items():
+            file.write("\n")
+            yaml.dump({name: section}, file)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _yaml() -> YAML:
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor = _Constructor
+    return yaml
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
+    """The values of a file, and the line of each key."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: must be UTF-8 text but byte {error.start} is not.") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
     try:
-        values = YAML(typ="safe", pure=True).load(text)
+        values = _yaml().load(text)
     except YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {_first_lines(error)}") from None
+        raise ConfigError(_explain_yaml(error, path)) from None
+    if values is None:
+        raise ConfigError(f"{path}: must hold the sections {', '.join(_SECTIONS)} but is empty.")
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must hold the sections {_names(TrainConfig)} but holds {values!r}.")
+        raise ConfigError(f"{path}: must hold the sections {', '.join(_SECTIONS)} but holds {show(values)}.")
     try:
-        json.dumps(values)
-    except TypeError as error:
-        raise ConfigError(f"{path}: {error}; write the value in quotes.") from None
-    return values
+        values = json.loads(json.dumps(values))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: must hold only texts, numbers, lists and sections: {error}.") from None
+    return values, dict(_key_lines(_yaml().compose(text)))
 
 
-def _first_lines(error: YAMLError) -> str:
-    return " ".join(line.strip() for line in str(error).splitlines()[:6])
+def _key_lines(node: Node, prefix: Key = ()) -> list[tuple[Key, int]]:
+    found: list[tuple[Key, int]] = []
+    for key, value in node.value if isinstance(node, MappingNode) else ():
+        if isinstance(key, ScalarNode):
+            path = (*prefix, str(key.value))
+            found += [(path, key.start_mark.line + 1), *_key_lines(value, path)]
+    return found
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not re.fullmatch(r"\w+(\.\w+)+", key):
-        raise ConfigError(f"{override!r}: an override is written section.key=value, such as optim.lr=1e-3.")
-    try:
-        value = YAML(typ="safe", pure=True).load(text) if text.strip() else ""
-    except YAMLError:
-        value = text
-    *sections, last = key.split(".")
-    node: Any = values
-    for section in sections:
-        if node.get(section) is None:
-            node[section] = {}
-        node = node[section]
-        if not isinstance(node, dict):
-            raise ConfigError(f"{override!r}: {section} is not a section but {node!r}.")
-    node[last] = value
+def _explain_yaml(error: YAMLError, path: Path) -> str:
+    mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+    place = f"{path}:{mark.line + 1}" if mark else str(path)
+    problem = str(error.problem if isinstance(error, MarkedYAMLError) else error).splitlines()[0]
+    if isinstance(error, DuplicateKeyError):
+        name = re.search(r'duplicate key "(.*?)" with', problem)
+        return f"{place}: {name[1] if name else problem}: is there twice; keep one."
+    hint = ""
+    if "'\\t'" in problem:
+        hint = " Indent with spaces, not tabs."
+    elif "mapping values" in problem:
+        hint = " Check the colons and the indentation here and just above."
+    return f"{place}: not valid YAML: {problem}.{hint}"
 
 
-def _explain(error: Any, path: Path, overridden: set[str]) -> str:
-    location = [part for part in error["loc"] if not _is_union_branch(part)]
-    key = ".".join(str(part) for part in location)
-    source = "the command line" if key in overridden else str(path)
-    if not location:
-        return f"{source}: {_message(error)}."
-    if error["type"] == "extra_forbidden":
-        return f"{source}: {key}: there is no such key. {_suggest(location)}"
-    if error["type"] == "missing":
-        return f"{source}: {key}: is required but missing.{_help(location)}"
-    got = "" if error["type"] == "value_error" else f" but got {error['input']!r}"
-    return f"{source}: {key}: {_message(error)}{got}.{_help(location)}"
-
-
-def _message(error: Any) -> str:
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"]).rstrip(".")
-    message = str(error["msg"])
-    return (message[0].lower() + message[1:]).replace("input should", "should")
-
-
-def _is_union_branch(part: Any) -> bool:
-    # pydantic names the tried member of a union in the path, such as "list[str]" or "constrained-str".
-    return isinstance(part, str) and re.fullmatch(r"\w+", part) is None
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif get_origin(annotation) in (Union, UnionType):
-        for member in get_args(annotation):
-            yield from _models(member)
-
-
-def _section(location: Sequence[Any]) -> type[BaseModel] | None:
-    """The model whose fields the last key of ``location`` is one of."""
-    model: type[BaseModel] | None = TrainConfig
-    for part in location[:-1]:
-        field = model.model_fields.get(str(part)) if model else None
-        model = next(_models(field.annotation), None) if field else None
-    return model
-
-
-def _help(location: Sequence[Any]) -> str:
-    section = _section(location)
-    field = section.model_fields.get(str(location[-1])) if section else None
-    return f" ({field.description})" if field and field.description else ""
-
-
-def _names(section: type[BaseModel]) -> str:
-    return ", ".join(section.model_fields)
-
-
-def _all_keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[str]:
+def _fill_empty_sections(values: dict[str, Any], model: type[BaseModel]) -> None:
     for name, field in model.model_fields.items():
-        yield prefix + name
-        for section in _models(field.annotation):
-            yield from _all_keys(section, f"{prefix}{name}.")
+        section = field.annotation
+        if name in values and isinstance(section, type) and issubclass(section, BaseModel):
+            if values[name] is None:
+                values[name] = {}
+            if isinstance(values[name], dict):
+                _fill_empty_sections(values[name], section)
 
 
-def _suggest(location: Sequence[Any]) -> str:
-    section, name = _section(location), str(location[-1])
-    if section:
-        near = difflib.get_close_matches(name, section.model_fields, n=1)
-        if near:
-            return f"Did you mean {near[0]}?"
-    elsewhere = [key for key in _all_keys() if key.rsplit(".", 1)[-1] == name]
-    if elsewhere:
-        return f"Did you mean {' or '.join(elsewhere)}?"
-    return f"Allowed: {_names(section)}." if section else ""
+def _apply_override(values: dict[str, Any], override: str) -> Key:
+    """Put the value of one override in its place; return its key."""
+    name, equals, text = override.partition("=")
+    key = tuple(name.split("."))
+    if not equals or not re.fullmatch(r"[^.\s]+(\.[^.\s]+)+", name):
+        hint = f" {suggest(TrainConfig, key)}" if re.fullmatch(r"\w+", name) and name not in _SECTIONS else ""
+        raise ConfigError(
+            f"command line: {override}: an override is written section.key=value, such as optim.lr=1e-3.{hint}"
+        )
+    node: Any = values
+    for depth, part in enumerate(key[:-1], start=1):
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            parent = ".".join(key[:depth])
+            raise ConfigError(f"command line: {override}: {parent} has no keys of its own; its value is {show(node)}.")
+    node[key[-1]] = _override_value(key, text, override)
+    return key
+
+
+def _override_value(key: Key, text: str, override: str) -> Any:
+    try:
+        text.encode()
+        value = _yaml().load(text) if text.strip() else ""
+        json.dumps(value)
+    except UnicodeEncodeError:
+        raise ConfigError(f"command line: {override!r}: must be UTF-8 text.") from None
+    except (YAMLError, TypeError, ValueError):
+        return text
+    section = section_of(TrainConfig, key)
+    field = section.model_fields.get(key[-1]) if section else None
+    types = plain_types(field.annotation) if field else set()
+    null = value is None and NoneType in types
+    return text if types & {str, Path} and not null and text[:1] not in ("'", '"') else value

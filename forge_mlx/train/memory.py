@@ -6,6 +6,8 @@ from forge_mlx.models.gpt import GPTConfig
 from forge_mlx.optim import OptimConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# How many arrays of the MLP's width one layer keeps for its backward pass, by `model.mlp`; measured.
+_MLP_ARRAYS = {"swiglu": 5, "geglu": 6, "gelu": 4, "gelu_tanh": 5, "silu": 4, "relu2": 3}
 
 
 @dataclass(frozen=True)
@@ -14,10 +16,10 @@ class MemoryEstimate:
 
     Attributes:
         weights: the float32 weights, twice: an update writes new ones before the old ones go.
-        gradients: of the weights, float32.
+        gradients: of the weights, float32; with accumulation those of the passes before too.
         optimizer: the moments, likewise twice.
         activations: what the backward pass needs of the forward pass.
-        logits: logits and their gradient, float32 in the loss.
+        logits: logits, their exponentials and their gradient, float32 in the loss.
     """
 
     weights: int
@@ -35,12 +37,19 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    model: GPTConfig, optim: OptimConfig, parameters: int, batch_size: int, seq_len: int, dtype: str
+    model: GPTConfig,
+    optim: OptimConfig,
+    parameters: int,
+    batch_size: int,
+    seq_len: int,
+    dtype: str,
+    accumulate: int = 1,
 ) -> MemoryEstimate:
     """Estimate the peak of one training step.
 
     The count of activations is one layer's inputs and outputs of every product, norm and activation, with the
-    attention probabilities ``[B, H, T, T]`` that MLX's plain path keeps on a CPU.
+    attention probabilities ``[B, H, T, T]`` that MLX's plain path keeps on a CPU; a fused attention keeps none,
+    so on a GPU the estimate is high for long rows.
 
     Args:
         model: the model's config, with its vocabulary size.
@@ -49,21 +58,23 @@ def estimate_memory(
         batch_size: rows in one pass.
         seq_len: tokens in a row.
         dtype: of the forward and backward pass.
+        accumulate: passes an update.
     """
     size = BYTES[dtype]
     tokens = batch_size * seq_len
     heads = model.num_heads * model.head_size
     kv = model.kv_heads * model.head_size
-    gated = model.mlp in ("swiglu", "geglu")
     widths = 4 * model.hidden_size + 2 * (heads + 2 * kv) + heads
-    widths += (4 if gated else 3) * model.mlp_size
+    widths += _MLP_ARRAYS[model.mlp] * model.mlp_size
+    if model.dropout:
+        widths += 2 * model.hidden_size
     probabilities = 2 * model.num_heads * seq_len
     activations = model.num_layers * tokens * (widths + probabilities) * size
     moments = 2 if optim.name == "adamw" else 1
     return MemoryEstimate(
         weights=2 * 4 * parameters,
-        gradients=4 * parameters,
+        gradients=(1 if accumulate == 1 else 2) * 4 * parameters,
         optimizer=2 * moments * 4 * parameters,
         activations=activations,
-        logits=3 * tokens * (model.vocab_size or 0) * 4,
+        logits=(3 if model.logit_softcap is None else 4) * tokens * (model.vocab_size or 0) * 4,
     )

@@ -6,15 +6,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from forge_mlx.nn.parameters import named_arrays
+from forge_mlx.train.step import cast_floats
 
 Tree = dict[str, Any]
 
 
-def _first_bad(tree: Tree) -> str | None:
-    for name, array in named_arrays(tree):
-        if not mx.all(mx.isfinite(array)).item():
-            return name
-    return None
+def _bad(tree: Tree) -> list[str]:
+    return [name for name, array in named_arrays(tree) if not mx.all(mx.isfinite(array)).item()]
 
 
 class _Recorder(nn.Module):
@@ -50,19 +48,26 @@ def first_bad_layer(model: nn.Module, tokens: mx.array) -> str | None:
     return None if mx.all(mx.isfinite(logits)).item() else "head"
 
 
-def describe_nonfinite(model: nn.Module, batches: list[mx.array], grads: Tree) -> str:
+def describe_nonfinite(model: nn.Module, batches: list[mx.array], grads: Tree, dtype: mx.Dtype = mx.float32) -> str:
     """One sentence that says where the first value that is not finite stands.
 
     Args:
         model: with the weights *before* the update.
         batches: int32 ``[B, T + 1]`` each, of the failed step.
         grads: the gradients of the failed step.
+        dtype: of the forward pass: float16 overflows where float32 does not.
     """
-    if bad := _first_bad(model.parameters()):
-        return f"the first bad parameter is {bad}"
-    for tokens in batches:
-        if bad := first_bad_layer(model, tokens[:, :-1]):
-            return f"all parameters are finite; the first bad output is that of {bad}"
-    if bad := _first_bad(grads):
-        return f"all parameters and activations are finite; the first bad gradient is that of {bad}"
+    params = model.parameters()
+    if bad := _bad(params):
+        return f"the first bad parameter is {bad[0]}"
+    model.update(cast_floats(params, dtype))
+    try:
+        for tokens in batches:
+            if layer := first_bad_layer(model, tokens[:, :-1]):
+                return f"all parameters are finite; the first bad output is that of {layer}"
+    finally:
+        model.update(params)
+    if bad := _bad(grads):
+        # The backward pass goes from the last parameter to the first and spreads what is bad on its way.
+        return f"all parameters and activations are finite; the bad gradient nearest to the loss is that of {bad[-1]}"
     return "parameters, activations and gradients are finite; the sum over them overflowed"

@@ -61,9 +61,7 @@ class Run:
     def finished(self) -> bool:
         """Whether the final evaluation was made and no training followed it."""
         evaluations = self.of("eval")
-        return (
-            bool(evaluations and evaluations[-1].get("final")) and evaluations[-1]["step"] >= self.last_step
-        )
+        return bool(evaluations and evaluations[-1].get("final")) and evaluations[-1]["step"] >= self.last_step
 
 
 def load_run(run_dir: Path) -> Run:
@@ -151,9 +149,7 @@ def _write_report(run_dir: Path, run: Run) -> Path:
     )
     environment.filters.update(visible=visible_controls, duration=format_duration)
     marks = sorted({record["step"] for record in run.of("event") if record["step"] > 0})
-    charts = [
-        chart.drawn(max(1, run.last_step), marks) for chart in (*_loss_charts(run), *_other_charts(run))
-    ]
+    charts = [chart.drawn(max(1, run.last_step), marks) for chart in (*_loss_charts(run), *_other_charts(run))]
     samples: dict[int, list[Record]] = {}
     for record in run.of("sample"):
         samples.setdefault(record["step"], []).append(record)
@@ -180,9 +176,7 @@ def _status(run: Run) -> str:
 
 def _figures(run: Run) -> list[tuple[str, str, str]]:
     """The headline figures as label, value and a remark."""
-    where = (
-        "final" if run.finished else f"so far, at step {step:,}" if (step := run.last("eval", "step")) else ""
-    )
+    where = "final" if run.finished else f"so far, at step {step:,}" if (step := run.last("eval", "step")) else ""
     gzip, parameters = run.fact("gzip_bits_per_byte"), run.fact("parameters")
     _, speeds = run.series("train", "tokens_per_second")
     speed = float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else None
@@ -294,9 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m forge_mlx.train.report",
         description="Write loss.png and report.html of a run anew, from its config.yaml and metrics.jsonl.",
     )
-    parser.add_argument(
-        "run", metavar="RUN", type=Path, help="the run's folder; the run may still be going on"
-    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder; the run may still be going on")
     run_dir: Path = parser.parse_args(arguments).run
     try:
         run = load_run(run_dir)

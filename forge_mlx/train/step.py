@@ -103,13 +103,17 @@ class TrainStep:
         count = 0
         loss = mx.array(0.0)
         grads: Tree = {}
-        for tokens in batches:
-            loss, grads = self._next_pass(params, tokens, loss, grads) if count else self._first_pass(params, tokens)
-            count += tokens.shape[0] * (tokens.shape[1] - 1)
-            # One pass at a time: otherwise the activations of all passes would be alive together.
-            mx.eval(loss, grads)
-        # Tracing leaves placeholders in the model; put the weights back.
-        self.model.update(params)
+        try:
+            for tokens in batches:
+                loss, grads = (
+                    self._next_pass(params, tokens, loss, grads) if count else self._first_pass(params, tokens)
+                )
+                count += tokens.shape[0] * (tokens.shape[1] - 1)
+                # One pass at a time: otherwise the activations of all passes would be alive together.
+                mx.eval(loss, grads)
+        finally:
+            # Tracing leaves placeholders in the model; put the weights back.
+            self.model.update(params)
         mean, norm = self._finish(loss, grads, mx.array(float(count)))
         return float(mean), float(norm), grads, count
 

@@ -1,0 +1,73 @@
+"""What a run says as it starts: which path runs and why, and the facts for its log."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import mlx.core as mx
+
+from forge_mlx.blas import blas_choice
+from forge_mlx.data.config import DataConfig
+from forge_mlx.info import versions
+from forge_mlx.optim import OptimConfig
+from forge_mlx.train.device import Placement
+from forge_mlx.train.trainer import Trainer
+
+PACKING = {
+    "concat": "documents follow each other in a row, each with an end token, and attention crosses their borders"
+}
+
+
+def log_path(placement: Placement, data: DataConfig, log: Callable[[str], None]) -> None:
+    """Say on what and how a run computes, and why, before the work begins."""
+    on_cpu = placement.device == mx.Device(mx.cpu)
+    log(f"device: {placement.device.type.name}, {placement.dtype_name} ({placement.reason})")
+    if on_cpu:
+        choice = blas_choice()
+        log(f"BLAS: {choice.origin} ({choice.reason})")
+        if choice.origin == "mlx":
+            log(
+                "WARNING: MLX's own BLAS multiplies 20 to 50 times slower than a good one. "
+                'pip install "forge-mlx[cpu]" brings one.'
+            )
+    log("attention: mx.fast.scaled_dot_product_attention, causal: the one path so far")
+    log(f"packing: {data.packing} ({PACKING[data.packing]})")
+
+
+def log_model(trainer: Trainer, log: Callable[[str], None]) -> None:
+    """Say what is trained, and for how long."""
+    config, model = trainer.config, trainer.model
+    loop, tokens = config.train, config.tokens_per_step
+    log(
+        f"model: {model.num_parameters():,} parameters ({model.num_parameters(embeddings=False):,} without "
+        f"embeddings), {config.model.num_layers} layers of {config.model.hidden_size}"
+    )
+    log(f"optimizer: {_optimizer_text(config.optim)}")
+    passes = f" x {loop.accumulate} passes" if loop.accumulate > 1 else ""
+    log(
+        f"training: {loop.steps:,} steps of {tokens:,} tokens ({loop.batch_size} rows x {loop.seq_len}{passes}), "
+        f"{loop.steps * tokens / trainer.data.facts.train_tokens:.3g} times over the training text"
+    )
+    log(f"folder: {trainer.folder.path}; Ctrl-C stops after a step and saves, the same command goes on")
+
+
+def setup_facts(trainer: Trainer) -> dict[str, Any]:
+    """The fields of the log's setup record."""
+    model = trainer.model
+    return {
+        "corpus": asdict(trainer.data.facts),
+        "parameters": model.num_parameters(),
+        "non_embedding_parameters": model.num_parameters(embeddings=False),
+        "total_steps": trainer.config.train.steps,
+        "tokens_per_step": trainer.config.tokens_per_step,
+        "device": trainer.placement.device.type.name,
+        "dtype": trainer.placement.dtype_name,
+        **versions(),
+    }
+
+
+def _optimizer_text(optim: OptimConfig) -> str:
+    schedule = f"{optim.schedule} after {optim.warmup_steps} warmup steps" if optim.warmup_steps else optim.schedule
+    if optim.name == "muon":
+        return f"muon (lr {optim.muon_lr:g}) on the layers' matrices, adamw (lr {optim.lr:g}) on the rest; {schedule}"
+    return f"adamw, lr {optim.lr:g}; {schedule}"

@@ -1,0 +1,61 @@
+"""How a run ends: with an outcome, or with the reason why it stopped."""
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge_mlx.train.config import TrainConfig
+from forge_mlx.train.folder import RunFolder
+from forge_mlx.train.metrics import read_metrics
+
+
+class TrainingStopped(RuntimeError):
+    """The run ended before its last step; the message says why and what is on the disk."""
+
+
+class NonFiniteLoss(TrainingStopped):
+    """The loss, its gradient or a weight is no longer a number."""
+
+
+class Interrupted(TrainingStopped):
+    """Ctrl-C, SIGTERM or a closed terminal. ``signal`` is the signal."""
+
+    def __init__(self, message: str, number: signal.Signals) -> None:
+        super().__init__(message)
+        self.signal = number
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run reached.
+
+    Attributes:
+        loss: validation loss in nats a token.
+        bits_per_byte: the same in bits a byte of text, which does not depend on the tokenizer.
+        sample: a text by the model.
+        folder: the run's folder.
+    """
+
+    loss: float
+    bits_per_byte: float
+    sample: str
+    folder: Path
+
+
+def finished_outcome(folder: RunFolder, config: TrainConfig, log: Callable[[str], None]) -> Outcome | None:
+    """The outcome of a run that has already reached the last step of ``config``, or None.
+
+    Args:
+        folder: of a run that was started.
+        config: of this start.
+        log: receives a line about records that cannot be read.
+    """
+    if not folder.final.is_dir():
+        return None
+    records = read_metrics(folder.metrics_file, log)
+    evals = [r for r in records if r["kind"] == "eval" and r.get("final")]
+    samples = [r for r in records if r["kind"] == "sample"]
+    if not evals or not samples or evals[-1]["step"] < config.train.steps:
+        return None
+    return Outcome(evals[-1]["loss"], evals[-1]["bits_per_byte"], samples[-1]["text"], folder.path)

@@ -1,0 +1,232 @@
+"""One run in memory: model, optimizer and data position; a step, an evaluation, a sample, a checkpoint."""
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from forge_mlx.data.prepare import PreparedData
+from forge_mlx.data.stream import BatchStream, eval_batches
+from forge_mlx.hub.native import save_model
+from forge_mlx.models.gpt import GPT
+from forge_mlx.nn.parameters import named_arrays
+from forge_mlx.optim import build_optimizer, learning_rate_factor
+from forge_mlx.sampling import Sampler, generate_tokens
+from forge_mlx.train.checkpoint import (
+    UNFINISHED,
+    Checkpoint,
+    RunState,
+    install_folder,
+    remove_unfinished,
+    save_checkpoint,
+)
+from forge_mlx.train.config import TrainConfig
+from forge_mlx.train.device import Placement
+from forge_mlx.train.folder import RunFolder
+from forge_mlx.train.nonfinite import describe_nonfinite
+from forge_mlx.train.outcome import NonFiniteLoss, TrainingStopped
+from forge_mlx.train.step import TrainStep, make_evaluator
+
+NATS_PER_BIT = math.log(2)
+
+
+@dataclass
+class Window:
+    """Sums since the last training record.
+
+    Attributes:
+        nats: loss, summed over tokens.
+        seconds: time in training steps, that of evaluations and checkpoints not counted.
+        tokens: target tokens.
+        bytes: UTF-8 bytes of their text.
+    """
+
+    nats: float = 0.0
+    seconds: float = 0.0
+    tokens: int = 0
+    bytes: int = 0
+
+    @property
+    def loss(self) -> float:
+        """Mean loss, nats a token."""
+        return self.nats / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Mean loss in bits a byte of text."""
+        return self.nats / NATS_PER_BIT / max(self.bytes, 1)
+
+
+class Trainer:
+    """One run in memory: model, optimizer, data position, and where they are written.
+
+    Args:
+        config: the resolved config: device, dtype and vocabulary size are filled in.
+        placement: device and dtype.
+        data: tokenizer and token files.
+        folder: the run's folder, locked by the caller.
+
+    Attributes:
+        step: updates done.
+        tokens: target tokens seen.
+        window: sums since the last training record; the loop starts a new one with each record.
+        saved_step: the step of the newest checkpoint, None without one.
+
+    Raises:
+        ValueError: the data is shorter than a batch, or the sample's prompt leaves no room for a sample.
+    """
+
+    def __init__(self, config: TrainConfig, placement: Placement, data: PreparedData, folder: RunFolder) -> None:
+        self.config, self.placement, self.data, self.folder = config, placement, data, folder
+        loop = config.train
+        # What only the first evaluation or sample would find out ends a run before it begins.
+        self.stream = BatchStream(data.train, loop.batch_size, loop.seq_len, config.run.seed)
+        eval_batches(data.valid, loop.batch_size, loop.seq_len)
+        self._prompt = self._checked_prompt()
+        self.model = GPT(config.model, seed=config.run.seed)
+        optimizer = build_optimizer(config.optim)
+        self.step_function = TrainStep(self.model, optimizer, placement.dtype, config.optim.clip_norm)
+        self.evaluate_batch = make_evaluator(self.model, placement.dtype)
+        self.step = self.tokens = 0
+        self.window = Window()
+        self.saved_step: int | None = None
+        self._seconds_before, self._started = 0.0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Time in the loop, of earlier starts too."""
+        return self._seconds_before + time.perf_counter() - self._started
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on where a checkpoint was made.
+
+        Raises:
+            ValueError: it does not fit the model, the optimizer or the data; nothing is changed on the disk.
+        """
+        state = checkpoint.state
+        if state.data.get("corpus") != self.stream.state_dict()["corpus"]:
+            raise ValueError(
+                "the training text or its tokenizer is not that of this run: a file was edited, added or removed "
+                "since. Bring the old text back."
+            )
+        self.stream.load_state_dict(state.data)
+        self.model.load_weights(list(checkpoint.weights.items()), strict=True)
+        self.step_function.optimizer.load_flat_state(checkpoint.optimizer)
+        self.step, self.tokens, self.window = state.step, state.tokens, Window(**state.window)
+        self._seconds_before, self._started = state.seconds, time.perf_counter()
+        self.saved_step = state.step
+
+    def save(self) -> Path:
+        """Write a checkpoint.
+
+        Raises:
+            NonFiniteLoss: a weight or a moment is not finite: what cannot be gone on from replaces no checkpoint.
+            TrainingStopped: it cannot be written, as when the disk is full.
+        """
+        weights = dict(named_arrays(self.model.parameters()))
+        moments = self.step_function.optimizer.flat_state()
+        if bad := _first_nonfinite(weights) or _first_nonfinite(moments):
+            raise NonFiniteLoss(
+                f"step {self.step}: the update left {bad} with values that are not finite; "
+                "no checkpoint was made of them."
+            )
+        state = RunState(self.step, self.tokens, self.seconds, self.stream.state_dict(), asdict(self.window))
+        try:
+            path = save_checkpoint(self.folder.checkpoints, weights, moments, state, self.config.train.keep_checkpoints)
+        except (OSError, RuntimeError) as error:
+            raise TrainingStopped(f"step {self.step}: the checkpoint could not be written: {error}.") from error
+        self.saved_step = self.step
+        return path
+
+    def train_step(self) -> tuple[float, float]:
+        """One update. Returns the gradient norm and the learning rate.
+
+        Raises:
+            NonFiniteLoss: before anything is updated.
+        """
+        loop, optim = self.config.train, self.config.optim
+        began = time.perf_counter()
+        rows = [next(self.stream) for _ in range(loop.accumulate)]
+        batches = [mx.array(row) for row in rows]
+        # Distinct for every step of a run; runs of different seeds may meet far apart, which harms nothing.
+        seed = self.config.run.seed * 1_000_003 + self.step
+        loss, norm, grads, count = self.step_function.gradients(batches, seed)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            where = describe_nonfinite(self.model, batches, grads)
+            raise NonFiniteLoss(
+                f"step {self.step + 1}: the loss is {loss}, its gradient norm {norm}: {where}. "
+                "Nothing was updated in this step."
+            )
+        factor = learning_rate_factor(optim, self.step, loop.steps)
+        self.step_function.update(grads, norm, count, factor)
+        self.step += 1
+        self.tokens += count
+        self.window.nats += loss * count
+        self.window.tokens += count
+        self.window.bytes += sum(int(self.data.tokenizer.token_bytes[row[:, 1:]].sum()) for row in rows)
+        self.window.seconds += time.perf_counter() - began
+        return norm, factor * optim.lr
+
+    def evaluate(self, max_tokens: int | None) -> dict[str, float]:
+        """Validation loss (nats a token), bits per byte and the number of targets, over fixed windows."""
+        loop = self.config.train
+        params = self.model.trainable_parameters()
+        nats, tokens, n_bytes = 0.0, 0, 0
+        for rows, mask in eval_batches(self.data.valid, loop.batch_size, loop.seq_len, max_tokens):
+            nats += float(self.evaluate_batch(params, mx.array(rows), mx.array(mask)))
+            tokens += int(mask.sum())
+            n_bytes += int((self.data.tokenizer.token_bytes[rows[:, 1:]] * mask).sum())
+        return {
+            "loss": nats / tokens,
+            "bits_per_byte": nats / NATS_PER_BIT / max(n_bytes, 1),
+            "tokens": tokens,
+        }
+
+    def sample(self) -> str:
+        """A text by the model as it is now."""
+        loop, tokenizer = self.config.train, self.data.tokenizer
+        sampler = Sampler(temperature=loop.sample_temperature, top_p=0.95)
+        most = min(loop.sample_tokens, self.config.model.max_seq_len - len(self._prompt))
+        self.model.eval()
+        try:
+            tokens = generate_tokens(
+                self.model, self._prompt, sampler, most, stop=tokenizer.end_id, seed=self.config.run.seed
+            )
+            return tokenizer.decode(list(tokens))
+        finally:
+            self.model.train()
+
+    def save_final(self) -> None:
+        """Write the final model folder, whole or not at all.
+
+        Raises:
+            TrainingStopped: it cannot be written.
+        """
+        temporary = self.folder.path / f"{UNFINISHED}final"
+        try:
+            remove_unfinished(self.folder.path)
+            temporary.mkdir()
+            save_model(temporary, self.model, self.data.tokenizer)
+            install_folder(temporary, self.folder.final)
+        except (OSError, RuntimeError) as error:
+            raise TrainingStopped(f"the final model could not be written: {error}.") from error
+
+    def _checked_prompt(self) -> list[int]:
+        """The sample's prompt as tokens."""
+        tokenizer, limit = self.data.tokenizer, self.config.model.max_seq_len
+        prompt = [tokenizer.end_id, *tokenizer.encode(self.config.train.sample_prompt)]
+        if len(prompt) >= limit:
+            raise ValueError(
+                f"train.sample_prompt must be shorter than model.max_seq_len, {limit} tokens, but has {len(prompt)} "
+                "with the start token. Shorten it."
+            )
+        return prompt
+
+
+def _first_nonfinite(arrays: dict[str, mx.array]) -> str | None:
+    """Name of the first array with an infinity or NaN, None without one."""
+    finite = {name: mx.all(mx.isfinite(array)) for name, array in arrays.items()}
+    mx.eval(finite)
+    return next((name for name, flag in finite.items() if not flag.item()), None)

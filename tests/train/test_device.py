@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from forge_mlx.train import device
+from forge_mlx.train.config import RunConfig
+from forge_mlx.train.device import choose_placement
+
+
+def placed(monkeypatch, *, gpu, **settings):
+    monkeypatch.setattr(device, "has_gpu", lambda: gpu)
+    return choose_placement(RunConfig(dir=Path("runs/x"), **settings))
+
+
+def test_auto_on_a_cpu_is_float32_and_says_why(monkeypatch):
+    for wanted in ("auto", "cpu"):
+        placement = placed(monkeypatch, gpu=wanted == "cpu", device=wanted)
+        assert (placement.device, placement.dtype_name, placement.dtype) == (mx.Device(mx.cpu), "float32", mx.float32)
+        assert placement.reason == "chosen for the CPU, where 16-bit products are slow"
+
+
+def test_auto_on_a_gpu_is_bfloat16_and_says_why(monkeypatch):
+    for wanted in ("auto", "gpu"):
+        placement = placed(monkeypatch, gpu=True, device=wanted)
+        assert (placement.device, placement.dtype) == (mx.Device(mx.gpu), mx.bfloat16)
+        assert placement.reason == "chosen for the GPU; weights and moments stay float32"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_given_dtype_is_used_and_slow_ones_are_called_slow(monkeypatch, dtype):
+    on_cpu = placed(monkeypatch, gpu=False, dtype=dtype)
+    on_gpu = placed(monkeypatch, gpu=True, dtype=dtype)
+    assert on_cpu.dtype == on_gpu.dtype == getattr(mx, dtype)
+    assert on_gpu.reason == "as the config says"
+    assert ("slow" in on_cpu.reason) == (dtype != "float32")
+
+
+def test_a_gpu_that_is_not_there_is_an_error(monkeypatch):
+    with pytest.raises(ValueError, match=r"^run\.device must be cpu or auto here but got gpu: MLX finds no GPU\.$"):
+        placed(monkeypatch, gpu=False, device="gpu")
+
+
+def test_has_gpu_asks_mlx():
+    assert device.has_gpu() == mx.is_available(mx.Device(mx.gpu))

@@ -1,0 +1,134 @@
+import io
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from rich.console import Console
+
+from forge_mlx.data.tokenizer import Tokenizer
+from forge_mlx.models.gpt import GPT, GPTConfig
+from forge_mlx.optim import OptimConfig, build_optimizer
+from forge_mlx.train import dry_run
+from forge_mlx.train.dry_run import describe_run
+from forge_mlx.train.load import load_config
+from forge_mlx.train.memory import estimate_memory
+from forge_mlx.train.step import TrainStep
+
+CONFIGS = Path(__file__).parents[2] / "models" / "configs"
+SHIPPED = sorted(CONFIGS.glob("*.yaml"))
+
+
+def described(config, width=80):
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    describe_run(config, console)
+    return console.file.getvalue()
+
+
+def quickstart(tmp_path, *overrides):
+    return load_config(CONFIGS / "quickstart.yaml", [f"run.dir={tmp_path / 'run'}", "run.device=cpu", *overrides])
+
+
+def test_says_what_would_be_trained(tmp_path):
+    lines = described(quickstart(tmp_path, "train.accumulate=2")).splitlines()
+    assert "parameters (3 layers; layers.0 stands for each)" in lines[0]
+    rows = [line.strip("│ ").split("│") for line in lines if line.startswith("│")]
+    shapes = {name.strip(): (shape.strip(), count.strip()) for name, shape, count in rows}
+    assert shapes["embed_tokens.weight"] == ("2048 x 192", "393,216")
+    assert shapes["layers.0.mlp.up_proj.weight"] == ("768 x 192", "147,456")
+    assert not any(name.startswith("layers.1") for name in shapes)
+    facts = lines[-10:]
+    assert facts[:5] == [
+        "device:        cpu",
+        "dtype:         float32 (chosen for the CPU, where 16-bit products are slow)",
+        "parameters:    1,722,240 (1,329,024 without embeddings)",
+        "tokens a step: 4,096 = 8 rows x 256 tokens x 2 passes",
+        "tokens in all: 1,843,200 in 450 steps",
+    ]
+    # 6 (matrices with the head) + 6 x layers x heads x head size x (T + 1), for each token.
+    flops = (6 * (3 * (4 * 192**2 + 2 * 192 * 768) + 2048 * 192) + 6 * 3 * 192 * 257) * 4096
+    assert facts[5] == f"FLOPs:         {flops:.3g} a step, {flops * 450:.3g} in all"
+    assert facts[6].startswith("memory:        about ")
+    assert facts[7] == "               weights 13, gradients 13, optimizer 13,"
+    assert facts[8].startswith("               activations 128, logits 48")
+    assert facts[9] == f"run folder:    {tmp_path / 'run'}"
+
+
+def test_lines_fit_a_terminal_of_80_columns():
+    for path in SHIPPED:
+        config = load_config(path, ["run.device=cpu"])
+        assert max(len(line) for line in described(config).splitlines()) <= 80, path
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=[path.stem for path in SHIPPED])
+def test_shipped_config_is_described_without_allocating_its_weights(path):
+    config = load_config(path, ["run.device=cpu"])
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    text = described(config)
+    assert mx.get_peak_memory() - before < 2**20
+    parameters = int(text.split("parameters:    ")[1].split(" ")[0].replace(",", ""))
+    bounds = {"quickstart": (1.5e6, 2e6), "gpt2-124m": (124e6, 125e6)}.get(path.stem, (25e6, 40e6))
+    assert bounds[0] < parameters < bounds[1]
+
+
+def test_says_that_the_run_folder_exists(tmp_path):
+    (tmp_path / "run").mkdir()
+    assert described(quickstart(tmp_path)).endswith(f"run folder:    {tmp_path / 'run'} (exists)\n")
+
+
+def test_the_vocabulary_is_that_of_a_given_tokenizer(tmp_path):
+    text = "".join(f"def f_{i}(x):\n    return x + {i}\n" for i in range(200))
+    Tokenizer.train([text], kind="bpe", vocab_size=300).save(tmp_path / "t.model")
+    given = f"data.tokenizer.path={tmp_path / 't.model'}"
+    assert dry_run.planned_vocab_size(quickstart(tmp_path, given)) == 300
+    assert "300 x 192" in described(quickstart(tmp_path, given))
+    with pytest.raises(ValueError, match=r"^model.vocab_size must be the tokenizer's 300 \(or null\) but got 301\.$"):
+        dry_run.planned_vocab_size(quickstart(tmp_path, given, "model.vocab_size=301"))
+
+
+FAMILIES = {
+    "gpt2": (
+        {"norm": "layer_norm", "position": "learned", "mlp": "gelu_tanh", "bias": True, "dropout": 0.1},
+        OptimConfig(),
+        1,
+    ),
+    "llama": ({"num_kv_heads": 2, "mlp": "swiglu", "tie_embeddings": False}, OptimConfig(), 3),
+    "modded": (
+        {"mlp": "relu2", "qk_norm": True, "logit_softcap": 15.0, "norm_weight": False, "tie_embeddings": False},
+        OptimConfig(name="muon"),
+        1,
+    ),
+    # Weights decide here, and the update is the peak.
+    "wide": ({"hidden_size": 384, "num_heads": 6, "num_layers": 2}, OptimConfig(), 1),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_estimated_memory_is_that_of_real_steps(family):
+    changes, optim, accumulate = FAMILIES[family]
+    batch, length = (1, 16) if family == "wide" else (4, 128)
+    shape = {"vocab_size": 1024, "num_layers": 3, "hidden_size": 128, "num_heads": 4, **changes}
+    config = GPTConfig.model_validate(shape)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    with mx.stream(mx.cpu):
+        model = GPT(config, seed=0)
+        step = TrainStep(model, build_optimizer(optim), mx.float32, 1.0)
+        mx.reset_peak_memory()
+        for seed in range(2):
+            rows = np.random.default_rng(seed).integers(0, 1024, (accumulate, batch, length + 1))
+            _, norm, grads, count = step.gradients([mx.array(r.astype(np.int32)) for r in rows], seed)
+            step.update(grads, norm, count, 1.0)
+            del grads
+    peak = mx.get_peak_memory() - before
+    estimate = estimate_memory(config, optim, model.num_parameters(), batch, length, "float32", accumulate)
+    assert 0.7 < estimate.total / peak < 1.4
+
+
+def test_half_precision_halves_the_activations_only():
+    config = GPTConfig(vocab_size=100)
+    full, half = (estimate_memory(config, OptimConfig(), 10**6, 2, 64, d) for d in ("float32", "bfloat16"))
+    assert half.activations * 2 == full.activations
+    assert (half.weights, half.optimizer, half.logits) == (full.weights, full.optimizer, full.logits)

@@ -1,0 +1,258 @@
+import math
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+import torch
+from mlx.utils import tree_flatten, tree_unflatten
+
+from forge_mlx.models.gpt import GPT, GPTConfig
+from forge_mlx.optim import OptimConfig, build_optimizer
+from forge_mlx.train.step import TrainStep, cast_floats, global_norm, make_evaluator, summed_loss
+
+V = 19
+CONFIG = GPTConfig(vocab_size=V, num_layers=2, hidden_size=16, num_heads=2, intermediate_size=32, mlp="relu2")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    with mx.stream(mx.cpu):
+        yield
+
+
+def rows(batch, length, seed=0):
+    return mx.array(np.random.default_rng(seed).integers(0, V, (batch, length + 1)).astype(np.int32))
+
+
+def stepper(config=CONFIG, optim=None, dtype=mx.float32, clip=None):
+    return TrainStep(GPT(config, seed=2), build_optimizer(optim or OptimConfig()), dtype, clip)
+
+
+def arrays(tree):
+    return {name: np.array(array.astype(mx.float32)) for name, array in tree_flatten(tree)}
+
+
+def nested(flat):
+    return tree_unflatten([(name, mx.array(array)) for name, array in flat.items()])
+
+
+def assert_close(found, expected, rtol):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert np.abs(found[name] - array).max() <= rtol * np.abs(array).max() + 1e-12, name
+
+
+class Bigram(nn.Module):
+    """Logits of the next token from one table each: small enough to differentiate by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(V, 6)
+        self.head = nn.Linear(6, V)
+
+    def __call__(self, tokens):
+        return self.head(self.table(tokens))
+
+
+def test_loss_gradient_and_norm_are_those_of_torch():
+    mx.random.seed(3)
+    step = TrainStep(Bigram(), build_optimizer(OptimConfig()), mx.float32, None)
+    batches = [rows(2, 5), rows(3, 7, seed=1)]
+    loss, norm, grads, count = step.gradients(batches, 0)
+    assert count == 2 * 5 + 3 * 7
+    weights = arrays(step.model.parameters())
+    tensors = {n: torch.tensor(a, dtype=torch.float64, requires_grad=True) for n, a in weights.items()}
+    total = 0.0
+    for tokens in batches:
+        tokens = torch.tensor(np.array(tokens), dtype=torch.long)
+        logits = tensors["table.weight"][tokens[:, :-1]] @ tensors["head.weight"].T + tensors["head.bias"]
+        total = total + torch.nn.functional.cross_entropy(
+            logits.reshape(-1, V), tokens[:, 1:].reshape(-1), reduction="sum"
+        )
+    mean = total / count
+    mean.backward()
+    assert loss == pytest.approx(mean.item(), rel=1e-6)
+    assert norm == pytest.approx(math.sqrt(sum((t.grad**2).sum().item() for t in tensors.values())), rel=1e-6)
+    assert_close(arrays(grads), {n: count * t.grad.numpy() for n, t in tensors.items()}, 1e-5)
+
+
+def test_accumulated_passes_are_one_large_batch():
+    whole, parts = stepper(clip=0.5), stepper(clip=0.5)
+    batch = rows(8, 12)
+    for _ in range(3):
+        one = whole.gradients([batch], 0)
+        four = parts.gradients([batch[i : i + 2] for i in range(0, 8, 2)], 0)
+        assert four[0] == pytest.approx(one[0], rel=1e-6)
+        assert four[1] == pytest.approx(one[1], rel=1e-5)
+        assert four[3] == one[3] == 96
+        assert_close(arrays(four[2]), arrays(one[2]), 1e-5)
+        for step, (_, norm, grads, count) in ((whole, one), (parts, four)):
+            step.update(grads, norm, count, 1.0)
+    assert_close(arrays(parts.model.parameters()), arrays(whole.model.parameters()), 1e-4)
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 0.5, 1e3])
+def test_clipping_is_that_of_torch(max_norm):
+    step = stepper(optim=OptimConfig(weight_decay=0.0, eps=1.0), clip=max_norm)
+    twin = stepper(optim=OptimConfig(weight_decay=0.0, eps=1.0), clip=None)
+    _, norm, grads, count = step.gradients([rows(2, 6)], 0)
+    tensors = [torch.zeros(a.shape) for _, a in tree_flatten(grads)]
+    for tensor, (_, grad) in zip(tensors, tree_flatten(grads), strict=True):
+        tensor.grad = torch.tensor(np.array(grad)) / count
+    total = torch.nn.utils.clip_grad_norm_(tensors, max_norm)
+    assert norm == pytest.approx(total.item(), rel=1e-6)
+    clipped = {n: t.grad.numpy() for (n, _), t in zip(tree_flatten(grads), tensors, strict=True)}
+    assert global_norm({n: mx.array(a) for n, a in clipped.items()}).item() == pytest.approx(
+        min(max_norm, total.item()), rel=1e-4
+    )
+    # With eps 1 AdamW's step depends on the gradient's size, so both must have seen the same one.
+    step.update(grads, norm, count, 1.0)
+    twin.update(nested(clipped), norm, 1, 1.0)
+    assert_close(arrays(step.model.parameters()), arrays(twin.model.parameters()), 1e-6)
+
+
+def test_an_update_is_the_optimizers_on_the_mean_gradient_at_the_scaled_rate():
+    config = OptimConfig(lr=0.01, eps=1e-3)
+    step = stepper(optim=config)
+    _, norm, grads, count = step.gradients([rows(2, 6)], 0)
+    optimizer = build_optimizer(config.model_copy(update={"lr": 0.0025}))
+    params = step.model.trainable_parameters()
+    optimizer.init(params)
+    expected = optimizer.apply_gradients(nested({n: a / count for n, a in arrays(grads).items()}), params)
+    step.update(grads, norm, count, 0.25)
+    assert_close(arrays(step.model.parameters()), arrays(expected), 1e-6)
+
+
+def test_nothing_changes_before_the_update_and_the_model_holds_arrays():
+    step = stepper()
+    before = arrays(step.model.parameters())
+    state = arrays(step.optimizer.flat_state())
+    for count in (1, 2, 3):
+        step.gradients([rows(2, 6, seed=s) for s in range(count)], 0)
+        # A placeholder of tracing could not be read.
+        for name, array in arrays(step.model.parameters()).items():
+            np.testing.assert_array_equal(array, before[name], err_msg=name)
+    for name, array in arrays(step.optimizer.flat_state()).items():
+        np.testing.assert_array_equal(array, state[name], err_msg=name)
+
+
+def test_the_model_holds_arrays_when_the_batches_end_in_an_error():
+    step = stepper()
+    before = arrays(step.model.parameters())
+
+    def batches():
+        yield rows(2, 6)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        step.gradients(batches(), 0)
+    assert_close(arrays(step.model.parameters()), before, 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(mx.bfloat16, "adamw"), (mx.bfloat16, "muon"), (mx.float16, "adamw")],
+    ids=["bfloat16 adamw", "bfloat16 muon", "float16 adamw"],
+)
+def test_16_bit_compute_keeps_float32_weights_gradients_and_moments(dtype, name):
+    step, exact = (stepper(optim=OptimConfig(name=name), dtype=d) for d in (dtype, mx.float32))
+    seen = []
+
+    class Probe(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def __call__(self, x, cache=None):
+            seen.append(x.dtype)
+            return self.layer(x, cache)
+
+    step.model.layers[0] = Probe(step.model.layers[0])
+    step = TrainStep(step.model, build_optimizer(OptimConfig(name=name)), dtype, 1.0)
+    batch = rows(4, 8)
+    for _ in range(2):
+        loss, norm, grads, count = step.gradients([batch, batch], 0)
+        loss32, norm32, grads32, _ = exact.gradients([batch, batch], 0)
+        assert {a.dtype for _, a in tree_flatten(grads)} == {mx.float32}
+        assert loss == pytest.approx(loss32, rel=1e-2)
+        assert norm == pytest.approx(norm32, rel=5e-2)
+        step.update(grads, norm, count, 1.0)
+        exact.update(grads32, norm32, count, 1.0)
+    assert set(seen) == {dtype}
+    assert {a.dtype for _, a in tree_flatten(step.model.parameters())} == {mx.float32}
+    floating = [a.dtype for _, a in tree_flatten(step.optimizer.state) if mx.issubdtype(a.dtype, mx.floating)]
+    assert set(floating) == {mx.float32}
+
+
+def test_constant_shapes_are_traced_once():
+    calls = []
+
+    class Counting(Bigram):
+        def __call__(self, tokens):
+            calls.append(tokens.shape)
+            return super().__call__(tokens)
+
+    step = TrainStep(Counting(), build_optimizer(OptimConfig(name="muon")), mx.float32, 1.0)
+    applied = []
+    apply_gradients = step.optimizer.apply_gradients
+    step.optimizer.apply_gradients = lambda *args: (applied.append(1), apply_gradients(*args))[1]
+    for seed in range(4):
+        _, norm, grads, count = step.gradients([rows(2, 6, seed=seed + s) for s in range(3)], seed)
+        step.update(grads, norm, count, 1.0 / (seed + 1))
+    # The first pass and the ones after it are two functions.
+    assert calls == [(2, 6), (2, 6)]
+    assert applied == [1]
+    evaluate = make_evaluator(step.model, mx.float32)
+    for seed in range(3):
+        evaluate(step.model.trainable_parameters(), rows(2, 6, seed=seed), mx.ones((2, 6)))
+    assert len(calls) == 3
+
+
+def test_dropout_follows_from_the_seed_and_differs_from_step_to_step_and_pass_to_pass():
+    step = stepper(CONFIG.model_copy(update={"dropout": 0.3}))
+    batch = rows(2, 8)
+
+    def loss(seed, passes=1):
+        return step.gradients([batch] * passes, seed)[0]
+
+    mx.random.seed(5)
+    first = loss(7)
+    mx.random.seed(6)
+    assert loss(7) == first
+    assert loss(8) != first
+    # Two passes with the mask of the first would have its mean.
+    assert loss(7, passes=2) != pytest.approx(first, rel=1e-6)
+    assert loss(7, passes=2) == loss(7, passes=2)
+    still = stepper()
+    assert still.gradients([batch], 1)[0] == still.gradients([batch], 2)[0]
+
+
+def test_summed_loss_is_minus_log_p_over_the_targets_that_count():
+    model = Bigram()
+    tokens = rows(2, 5)
+    mask = np.array([[1, 1, 0, 1, 0], [0, 0, 1, 1, 1]], np.float32)
+    logits = np.array(model(tokens[:, :-1])).astype(np.float64)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nll = -np.take_along_axis(logp, np.array(tokens)[:, 1:, None].astype(np.int64), -1)[..., 0]
+    assert summed_loss(model, tokens).item() == pytest.approx(nll.sum(), rel=1e-5)
+    assert summed_loss(model, tokens, mx.array(mask)).item() == pytest.approx((nll * mask).sum(), rel=1e-5)
+
+
+def test_evaluation_drops_nothing_and_leaves_the_model_as_it_was():
+    model = GPT(CONFIG.model_copy(update={"dropout": 0.5}), seed=2)
+    plain = GPT(CONFIG, seed=2)
+    before = arrays(model.parameters())
+    evaluate = make_evaluator(model, mx.float32)
+    tokens, mask = rows(2, 6), mx.ones((2, 6))
+    for _ in range(2):
+        found = evaluate(model.trainable_parameters(), tokens, mask).item()
+        assert found == pytest.approx(summed_loss(plain, tokens).item(), rel=1e-6)
+        assert model.training
+        assert model.layers[0].training
+        assert_close(arrays(model.parameters()), before, 0)
+
+
+def test_cast_floats_leaves_integers():
+    tree = cast_floats({"a": mx.zeros(2), "b": [mx.zeros(2, mx.int32)]}, mx.bfloat16)
+    assert (tree["a"].dtype, tree["b"][0].dtype) == (mx.bfloat16, mx.int32)
