@@ -23,7 +23,5 @@ def cache_dir() -> Path:
         return Path(root).expanduser().absolute()
     path = Path(platformdirs.user_cache_dir("forge-mlx", appauthor=False))
     if not path.is_absolute():
-        raise OSError(
-            f"[cache] the user's cache folder must be absolute but got {path}. Set FORGE_MLX_CACHE."
-        )
+        raise OSError(f"[cache] the user's cache folder must be absolute but got {path}. Set FORGE_MLX_CACHE.")
     return path

@@ -1,7 +1,6 @@
 """The command ``python -m forge_mlx.generate RUN --prompt ...``: stream text from a trained model."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -123,8 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print()
         return 0
     except BrokenPipeError:
-        # The reader has had enough, as `head` does; Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader has had enough, as `head` does.
         return 0
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Literal, cast
+from typing import Final, Literal, TypeAlias, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,9 +17,13 @@ from forge_mlx.nn.kv_cache import KVCache
 from forge_mlx.nn.mlp import MLP, GatedMLP
 from forge_mlx.nn.norms import LayerNorm, RMSNorm
 from forge_mlx.nn.parameters import count_elements, named_arrays
+from forge_mlx.nn.token_shift import LastToken, TokenShift
 
 _INTERMEDIATE_MULTIPLE: Final = 64
 _RESIDUAL_MATRICES: Final = ("o_proj.weight", "down_proj.weight")
+
+
+Cache: TypeAlias = KVCache | LastToken
 
 
 class GPTConfig(Section):
@@ -58,6 +62,10 @@ class GPTConfig(Section):
         1.0,
         gt=0,
         description="Factor on rotary positions; 0.5 stretches the context twofold; for position: rope.",
+    )
+    token_shift: bool = Field(
+        False,
+        description="Whether each embedding gets a learnable share of the one before it (modded-nanogpt's smear).",
     )
     mlp: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "silu", "relu2"] = Field(
         "swiglu",
@@ -168,7 +176,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A pre-norm decoder: embed -> (attention, MLP) x num_layers -> norm -> head.
+    """A pre-norm decoder: embed -> [token shift] -> (attention, MLP) x num_layers -> norm -> head.
 
     Dropout follows the embedding, each attention and each MLP; attention probabilities are not dropped.
 
@@ -181,6 +189,7 @@ class GPT(nn.Module):
     | q_proj, k_proj, v_proj, gate_proj, up_proj | N(0, init_std^2) |
     | o_proj, down_proj | N(0, init_std^2 / (2 num_layers)), or 0 with zero_init_residual |
     | scales of norms | 1 |
+    | token_shift | 0.3 |
     | biases | 0 |
 
     o_proj and down_proj write to the residual stream, 2 num_layers times in all: their factor keeps its
@@ -206,6 +215,8 @@ class GPT(nn.Module):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
             if config.position == "learned":
                 self.embed_positions = nn.Embedding(config.max_seq_len, config.hidden_size)
+            if config.token_shift:
+                self.token_shift = TokenShift(config.hidden_size)
             self.dropout = nn.Dropout(config.dropout)
             self.layers = [Block(config) for _ in range(config.num_layers)]
             self.norm = _norm(config)
@@ -213,7 +224,7 @@ class GPT(nn.Module):
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         _initialise(self, config, seed)
 
-    def __call__(self, tokens: mx.array, cache: list[KVCache] | None = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
         """Logits of the next token after each position: `head(hidden(tokens))`.
 
         Args:
@@ -228,7 +239,7 @@ class GPT(nn.Module):
         """
         return self.head(self.hidden(tokens, cache))
 
-    def hidden(self, tokens: mx.array, cache: list[KVCache] | None = None) -> mx.array:
+    def hidden(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
         """Hidden states after the last norm.
 
         Args:
@@ -244,17 +255,16 @@ class GPT(nn.Module):
         """
         if tokens.ndim != 2 or not mx.issubdtype(tokens.dtype, mx.integer):
             raise ValueError(f"[GPT] tokens must be integers of shape [B, T] but got {tokens.dtype} of {tokens.shape}.")
-        if cache is not None and len(cache) != len(self.layers):
-            raise ValueError(
-                f"[GPT] cache must have one KVCache a layer, {len(self.layers)}, but got {len(cache)}. "
-                "Use make_cache()."
-            )
+        layer_caches, last = self._split(cache)
         x = self.embed_tokens(tokens)
         if self.config.position == "learned":
-            x = x + self._positions(0 if cache is None else cache[0].offset, tokens.shape[1])
+            offset = layer_caches[0].offset if layer_caches[0] is not None else 0
+            x = x + self._positions(offset, tokens.shape[1])
+        if self.config.token_shift:
+            x = self.token_shift(x, last)
         x = self.dropout(x)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, None if cache is None else cache[i])
+        for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
+            x = layer(x, layer_cache)
         return cast(mx.array, self.norm(x))
 
     def head(self, hidden: mx.array) -> mx.array:
@@ -268,9 +278,10 @@ class GPT(nn.Module):
         owner = self.embed_tokens if self.config.tie_embeddings else self.lm_head
         return owner.weight
 
-    def make_cache(self) -> list[KVCache]:
-        """An empty cache: one KVCache a layer."""
-        return [KVCache() for _ in self.layers]
+    def make_cache(self) -> list[Cache]:
+        """An empty cache: one KVCache a layer, and behind them a LastToken if the model has a token shift."""
+        shift: list[Cache] = [LastToken()] if self.config.token_shift else []
+        return [*(KVCache() for _ in self.layers), *shift]
 
     def num_parameters(self, *, embeddings: bool = True) -> int:
         """Number of parameters, a tied head counted once.
@@ -299,6 +310,19 @@ class GPT(nn.Module):
         matrices = sum(p.size for _, p in leaves if p.ndim == 2) + self.head_weight.size
         attention = config.num_layers * config.num_heads * config.head_size * (seq_len + 1)
         return 6 * matrices + 6 * attention
+
+    def _split(self, cache: list[Cache] | None) -> tuple[list[KVCache | None], LastToken | None]:
+        """The layers' parts of a cache, and the token shift's."""
+        if cache is None:
+            return [None] * len(self.layers), None
+        wanted = [type(part) for part in self.make_cache()]
+        if [type(part) for part in cache] != wanted:
+            raise ValueError(
+                f"[GPT] cache must have the parts {[part.__name__ for part in wanted]} but got "
+                f"{[type(part).__name__ for part in cache]}. Use make_cache()."
+            )
+        last = cast(LastToken, cache[-1]) if self.config.token_shift else None
+        return cast(list[KVCache | None], cache[: len(self.layers)]), last
 
     def _tables(self) -> list[nn.Module]:
         return [self[name] for name in ("embed_tokens", "embed_positions", "lm_head") if name in self]
@@ -338,7 +362,8 @@ def _initialise(model: GPT, config: GPTConfig, seed: int) -> None:
     start = []
     for (name, parameter), key in zip(named, keys, strict=True):
         if parameter.ndim < 2:
-            value = mx.zeros(parameter.shape) if name.endswith("bias") else mx.ones(parameter.shape)
+            # The scales of norms and of the token shift start as their modules make them.
+            value = mx.zeros(parameter.shape) if name.endswith("bias") else parameter
         else:
             std = residual_std if name.endswith(_RESIDUAL_MATRICES) else config.init_std
             value = mx.random.normal(parameter.shape, key=key) * std

@@ -98,7 +98,8 @@ def test_16_bit_logits_are_filtered_in_float32():
     assert found.tolist() == [-math.inf, 2.0, 3.0]
 
 
-def test_temperature_0_takes_the_largest_whatever_the_key():
+def test_temperature_0_takes_the_largest_and_draws_nothing(monkeypatch):
+    monkeypatch.setattr(mx.random, "categorical", pytest.fail)
     logits = mx.array(np.random.default_rng(0).standard_normal(100).astype(np.float32))
     for seed in range(5):
         assert Sampler(temperature=0, top_k=3)(logits, mx.random.key(seed)) == int(mx.argmax(logits))
@@ -125,8 +126,8 @@ def test_draws_follow_the_distribution(settings):
 
 
 def test_a_tiny_temperature_is_greedy_and_does_not_overflow():
-    logits = mx.array([80.0, 60.0, -math.inf, 79.0])
-    assert {Sampler(temperature=1e-37)(logits, mx.random.key(s)) for s in range(20)} == {0}
+    logits = mx.array([79.0, 60.0, -math.inf, 80.0])
+    assert {Sampler(temperature=1e-37)(logits, mx.random.key(s)) for s in range(20)} == {3}
 
 
 @pytest.mark.parametrize(
@@ -225,6 +226,18 @@ def test_the_seed_decides_and_the_global_random_state_is_not_touched():
     mx.random.seed(2)
     assert text(7) == first
     assert text(8) != first
+
+
+def test_each_token_is_a_new_draw():
+    class Uniform:
+        def make_cache(self):
+            return []
+
+        def __call__(self, tokens, cache):
+            assert cache == []
+            return mx.zeros((*tokens.shape, V))
+
+    assert len(set(generated(Uniform(), [0], Sampler(1.0), max_tokens=20))) > 5
 
 
 def test_no_more_than_max_tokens_and_a_prompt_is_needed():

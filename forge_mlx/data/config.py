@@ -58,7 +58,7 @@ class DataConfig(Section):
     text_field: _Path = Field("text", description="The field of a JSON line that holds the document.")
     valid_paths: Annotated[_Paths | None, BeforeValidator(_one_path_as_list)] = Field(
         None,
-        description="Files, folders and globs to validate on. None: a share of the source is held out.",
+        description="Files, folders and globs to validate on; null: a share of the source is held out.",
     )
     valid_fraction: float = Field(
         0.05,

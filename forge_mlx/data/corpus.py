@@ -171,8 +171,7 @@ def _document_of(line: bytes, text_field: str, where: str) -> str:
         ) from error
     if not isinstance(record, dict):
         raise ValueError(
-            f"[data] {where}: each line must be a JSON object but got a {type(record).__name__}: "
-            f"{_shown(line)}"
+            f"[data] {where}: each line must be a JSON object but got a {type(record).__name__}: {_shown(line)}"
         )
     if text_field not in record:
         raise ValueError(
@@ -181,15 +180,12 @@ def _document_of(line: bytes, text_field: str, where: str) -> str:
         )
     text = record[text_field]
     if not isinstance(text, str):
-        raise ValueError(
-            f"[data] {where}: the field {text_field!r} must be a string but got a {type(text).__name__}."
-        )
+        raise ValueError(f"[data] {where}: the field {text_field!r} must be a string but got a {type(text).__name__}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"[data] {where}: the text must be valid Unicode but has a lone surrogate "
-            f"at character {error.start}."
+            f"[data] {where}: the text must be valid Unicode but has a lone surrogate at character {error.start}."
         ) from error
     return text
 

@@ -148,8 +148,7 @@ def list_paths(entries: list[str]) -> Listing:
         else:
             reason = "is a link that leads nowhere" if path.is_symlink() else "does not exist"
             raise ValueError(
-                f"[data] every source must exist but {entry!r} {reason} (relative to {Path.cwd()}). "
-                "Correct the path."
+                f"[data] every source must exist but {entry!r} {reason} (relative to {Path.cwd()}). Correct the path."
             )
     return listing
 
@@ -176,9 +175,7 @@ def _walk(root: Path, skip: Callable[[str], bool]) -> list[Path]:
 
 
 def _raise_unreadable(error: OSError) -> None:
-    raise ValueError(
-        f"[data] a source folder must be readable but got {error.filename}: {error.strerror}."
-    ) from error
+    raise ValueError(f"[data] a source folder must be readable but got {error.filename}: {error.strerror}.") from error
 
 
 def _add_folder(listing: Listing, root: Path, entry: str, seen: set[str]) -> None:

@@ -51,9 +51,7 @@ def map_pieces(model: bytes, change: Callable[[bytes], bytes]) -> bytes:
     for number, _, value, raw in _fields(model):
         if number == _MODEL_PIECES and isinstance(value, bytes):
             piece = b"".join(
-                _message(inner, change(content))
-                if inner == _PIECE_TEXT and isinstance(content, bytes)
-                else copy
+                _message(inner, change(content)) if inner == _PIECE_TEXT and isinstance(content, bytes) else copy
                 for inner, _, content, copy in _fields(value)
             )
             parts.append(_message(number, piece))

@@ -130,9 +130,7 @@ def _hash(*parts: str) -> str:
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def _get_tokenizer(
-    config: DataConfig, sources: Sources, corpus_key: str, log: Callable[[str], None]
-) -> Tokenizer:
+def _get_tokenizer(config: DataConfig, sources: Sources, corpus_key: str, log: Callable[[str], None]) -> Tokenizer:
     wanted = config.tokenizer
     if wanted.path is not None:
         tokenizer = Tokenizer.load(wanted.path)
@@ -175,9 +173,7 @@ def _open_tokenizer(folder: Path, log: Callable[[str], None]) -> Tokenizer | Non
     return tokenizer
 
 
-def _open_tokens(
-    folder: Path, log: Callable[[str], None]
-) -> tuple[TokenFile, TokenFile, dict[str, Any]] | None:
+def _open_tokens(folder: Path, log: Callable[[str], None]) -> tuple[TokenFile, TokenFile, dict[str, Any]] | None:
     if not folder.exists():
         return None
     try:

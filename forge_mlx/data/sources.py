@@ -40,9 +40,7 @@ class Sources:
     def not_utf8(self) -> list[int]:
         """Indices into the listing of the files that were left out."""
         first = self.corpora[0].scan.not_utf8
-        rest = [
-            index + (self._split_at or 0) for corpus in self.corpora[1:] for index in corpus.scan.not_utf8
-        ]
+        rest = [index + (self._split_at or 0) for corpus in self.corpora[1:] for index in corpus.scan.not_utf8]
         return first + rest
 
     @property
@@ -62,11 +60,7 @@ class Sources:
 
     def require_unchanged(self) -> None:
         """Raise when a file is not what it was at first: what was made of it must not go into the cache."""
-        changed = [
-            file.name
-            for file, state in zip(self._listing, self._states, strict=True)
-            if _state(file) != state
-        ]
+        changed = [file.name for file, state in zip(self._listing, self._states, strict=True) if _state(file) != state]
         if changed:
             raise ValueError(
                 f"[data] source files must stay as they are while they are read but {len(changed)} changed"

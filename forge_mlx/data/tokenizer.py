@@ -181,9 +181,7 @@ class Tokenizer:
             ValueError: the id is outside the vocabulary.
         """
         if not 0 <= token < self.vocab_size:
-            raise ValueError(
-                f"[tokenizer] a token id must be in 0 ... {self.vocab_size - 1} but got {token}."
-            )
+            raise ValueError(f"[tokenizer] a token id must be in 0 ... {self.vocab_size - 1} but got {token}.")
         return self._table[token]
 
     def _join(self, plan: list[int | str], encoded: list[list[int]]) -> NDArray[np.int32]:

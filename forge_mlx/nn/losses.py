@@ -46,9 +46,7 @@ def cross_entropy(
         ValueError: For shapes that do not fit, dtypes of the wrong kind or an unknown reduction.
     """
     if reduction not in get_args(Reduction):
-        raise ValueError(
-            f"[cross_entropy] reduction must be one of {get_args(Reduction)} but got {reduction!r}."
-        )
+        raise ValueError(f"[cross_entropy] reduction must be one of {get_args(Reduction)} but got {reduction!r}.")
     losses, kept = _token_losses(logits, targets, ignore_index, weights)
     if reduction == "none":
         return losses
@@ -116,8 +114,7 @@ def _check(logits: mx.array, targets: mx.array, weights: mx.array | None) -> Non
         )
     if weights is not None and weights.shape != targets.shape:
         raise ValueError(
-            f"[cross_entropy] weights must have the shape of targets, {targets.shape}, "
-            f"but got {weights.shape}."
+            f"[cross_entropy] weights must have the shape of targets, {targets.shape}, but got {weights.shape}."
         )
 
 

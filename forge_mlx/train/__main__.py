@@ -11,6 +11,7 @@ from rich.console import Console
 from forge_mlx.train.dry_run import describe_run
 from forge_mlx.train.load import load_config
 from forge_mlx.train.loop import Interrupted, Outcome, TrainingStopped, train
+from forge_mlx.train.progress import visible_controls
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -33,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
 def _print_outcome(outcome: Outcome) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.rule("sample")
-    console.print(outcome.sample, markup=False)
+    console.print(visible_controls(outcome.sample), markup=False)
     console.rule()
     folder = outcome.folder
     console.print(
@@ -61,6 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + stopped.signal
     except TrainingStopped as stopped:
         print(f"error: {stopped}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
+        # MLX has no exception of its own for this, on any of its devices.
+        if "memory" not in str(error).lower() and "alloc" not in str(error).lower():
+            raise
+        print(f"error: out of memory: {error}", file=sys.stderr)
+        print("Lower train.batch_size (train.accumulate keeps the tokens a step) or train.seq_len.", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

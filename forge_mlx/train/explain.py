@@ -8,7 +8,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -22,6 +21,14 @@ _WORDS: dict[Any, str] = {
     float: "a number",
     str: "text",
     Path: "a path",
+}
+# Attributes of a field's constraints: which end they bound, and the words for it.
+_BOUNDS = {
+    "ge": ("low", "at least"),
+    "gt": ("low", "greater than"),
+    "le": ("high", "at most"),
+    "lt": ("high", "less than"),
+    "min_length": ("items", "at least"),
 }
 
 
@@ -196,8 +203,8 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         *others, last = (str(choice) for choice in arguments)
         return f"{', '.join(others)} or {last}" if others else last
     if origin is list:
-        some = " of at least 1" if bounds.pop("items", 0) else ""
-        return f"a list{some}, each {_describe(arguments[0])}"
+        size = f" of {bounds['items']}" if "items" in bounds else ""
+        return f"a list{size}, each {_describe(arguments[0])}"
     if origin is tuple:
         return f"a list of {len(arguments)}, each {_describe(arguments[0])}"
     if bounds.pop("items", 0):
@@ -210,16 +217,9 @@ def _bounds(metadata: Sequence[Any]) -> dict[str, Any]:
     for item in metadata:
         if isinstance(item, FieldInfo):
             found |= _bounds(item.metadata)
-        elif isinstance(item, Ge):
-            found["low"] = f"at least {item.ge}"
-        elif isinstance(item, Gt):
-            found["low"] = f"greater than {item.gt}"
-        elif isinstance(item, Le):
-            found["high"] = f"at most {item.le}"
-        elif isinstance(item, Lt):
-            found["high"] = f"less than {item.lt}"
-        elif isinstance(item, MinLen):
-            found["items"] = item.min_length
+        for name, (end, words) in _BOUNDS.items():
+            if (bound := getattr(item, name, None)) is not None:
+                found[end] = f"{words} {bound}"
     return found
 
 

@@ -95,9 +95,7 @@ class MetricsLog:
         if not 0 <= seconds < math.inf:
             raise ValueError(f"[metrics] time must be finite and 0 or more but got {time!r}.")
         if "nonfinite" in fields:
-            raise ValueError(
-                "[metrics] a field must not be named 'nonfinite', which the log writes. Rename it."
-            )
+            raise ValueError("[metrics] a field must not be named 'nonfinite', which the log writes. Rename it.")
         nonfinite: dict[str, str] = {}
         record: Record = {"kind": kind, "step": step, "time": round(seconds, 3)}
         record.update((name, _strict(value, _escape(name), nonfinite)) for name, value in fields.items())
@@ -174,9 +172,7 @@ def read_metrics(path: str | os.PathLike[str], notify: Notify = _warn) -> list[R
         notify(_torn_notice(path, torn, "left out"))
     parsed = [_parse(line) for line in lines]
     if broken := [number for number, record in enumerate(parsed, 1) if record is None]:
-        notify(
-            f"[metrics] {path}: left out {len(broken)} line(s) that are not records, first line {broken[0]}."
-        )
+        notify(f"[metrics] {path}: left out {len(broken)} line(s) that are not records, first line {broken[0]}.")
     return [_restore(record) for record in parsed if record is not None]
 
 

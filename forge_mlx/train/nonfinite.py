@@ -48,7 +48,7 @@ def first_bad_layer(model: nn.Module, tokens: mx.array) -> str | None:
     return None if mx.all(mx.isfinite(logits)).item() else "head"
 
 
-def describe_nonfinite(model: nn.Module, batches: list[mx.array], grads: Tree, dtype: mx.Dtype = mx.float32) -> str:
+def describe_nonfinite(model: nn.Module, batches: list[mx.array], grads: Tree, dtype: mx.Dtype) -> str:
     """One sentence that says where the first value that is not finite stands.
 
     Args:

@@ -96,9 +96,7 @@ class Progress:
             except OSError:
                 self._reader_gone()
 
-    def update(
-        self, step: int, *, loss: float, bits_per_byte: float, tokens_per_second: float, lr: float
-    ) -> None:
+    def update(self, step: int, *, loss: float, bits_per_byte: float, tokens_per_second: float, lr: float) -> None:
         """Shows the state after ``step`` optimizer steps.
 
         Args:

@@ -154,7 +154,7 @@ class Trainer:
         seed = self.config.run.seed * 1_000_003 + self.step
         loss, norm, grads, count = self.step_function.gradients(batches, seed)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            where = describe_nonfinite(self.model, batches, grads)
+            where = describe_nonfinite(self.model, batches, grads, self.placement.dtype)
             raise NonFiniteLoss(
                 f"step {self.step + 1}: the loss is {loss}, its gradient norm {norm}: {where}. "
                 "Nothing was updated in this step."

@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +40,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def setting(options: argparse.Namespace):
+def setting(options: argparse.Namespace) -> tuple[Any, int, int]:
     """Model config, rows and tokens a row: the given config's, or a GPT-2 of 6 layers of 384."""
     from forge_mlx.models.gpt import GPTConfig
     from forge_mlx.train.load import load_config
@@ -111,7 +113,7 @@ def work_torch(options: argparse.Namespace, steps: int) -> dict:
     return timed(step, steps, rows * length)
 
 
-def timed(step, steps: int, tokens: int) -> dict:
+def timed(step: Callable[[int], float], steps: int, tokens: int) -> dict:
     """Losses of all steps, and tokens a second of those after the warmup."""
     losses, seconds = [], []
     for index in range(WARMUP_STEPS + steps):
@@ -139,11 +141,10 @@ def main() -> None:
         work = work_torch if options.worker == "PyTorch" else work_mlx
         print(json.dumps(work(options, options.steps)))
         return
-    from mlx.utils import tree_flatten
-
-    import forge_mlx  # noqa: F401
     import mlx.core as mx
+
     from forge_mlx.models.gpt import GPT
+    from forge_mlx.nn.parameters import named_arrays
 
     config, rows, length = setting(options)
     model = GPT(config)
@@ -151,7 +152,7 @@ def main() -> None:
     losses: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.safetensors"
-        mx.save_safetensors(str(weights), dict(tree_flatten(model.parameters())))
+        mx.save_safetensors(str(weights), dict(named_arrays(model.parameters())))
         for turn in range(options.rounds):
             # The stock wheel is 20 times slower and its figure steady: one turn is enough.
             for engine in options.engines if turn == 0 else [e for e in options.engines if e != "stock mlx-cpu"]:

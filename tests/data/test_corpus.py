@@ -96,9 +96,7 @@ def test_files_that_are_not_utf8_are_left_out_and_known(tmp_path):
     assert documents(corpus, "train") == ["ok", "yes"]
 
 
-@pytest.mark.parametrize(
-    "content", [b"plain text", gzip.compress(b"x" * 1000)[:-12]], ids=["not gzip", "cut off"]
-)
+@pytest.mark.parametrize("content", [b"plain text", gzip.compress(b"x" * 1000)[:-12]], ids=["not gzip", "cut off"])
 def test_damaged_gzip(tmp_path, content):
     path = tmp_path / "a.txt.gz"
     path.write_bytes(content)

@@ -115,9 +115,7 @@ def test_second_run_takes_the_cache_and_says_the_same(monkeypatch):
     second, log = run()
     assert second.facts.from_cache
     assert not first.facts.from_cache
-    assert dataclasses.replace(second.facts, from_cache=False, seconds=0) == dataclasses.replace(
-        first.facts, seconds=0
-    )
+    assert dataclasses.replace(second.facts, from_cache=False, seconds=0) == dataclasses.replace(first.facts, seconds=0)
     assert second.train.fingerprint == first.train.fingerprint
     assert second.tokenizer.fingerprint == first.tokenizer.fingerprint
     assert "left out 1 files that are not UTF-8 (docs/latin.txt)" in log
@@ -212,9 +210,7 @@ def test_builds_at_the_same_time_agree():
     assert not list((Path(os.environ["FORGE_MLX_CACHE"]) / "data").glob("*.tmp"))
 
 
-@pytest.mark.parametrize(
-    "trains", [True, False], ids=["while the tokenizer is trained", "while it is tokenised"]
-)
+@pytest.mark.parametrize("trains", [True, False], ids=["while the tokenizer is trained", "while it is tokenised"])
 def test_file_that_changes_meanwhile_is_not_cached(tmp_path, monkeypatch, trains):
     write_documents(40)
     settings = {}
@@ -265,9 +261,7 @@ def test_valid_paths():
     assert data.facts.split_by == "valid_paths"
     Path("held/latin.txt").write_bytes(b"\xe9")
     assert run(valid_paths=["held"])[0].facts.names_not_utf8 == ["held/latin.txt"]
-    with pytest.raises(
-        ValueError, match=r"must not name files of the source but 1 are in both \(docs/001.txt\)"
-    ):
+    with pytest.raises(ValueError, match=r"must not name files of the source but 1 are in both \(docs/001.txt\)"):
         run(valid_paths=["docs/001.txt"])
 
 
@@ -372,9 +366,7 @@ def test_corpus_larger_than_memory_allows(tmp_path):
     path = tmp_path / "large.txt"
     with path.open("w") as stream:
         for i in range(500_000):
-            stream.write(
-                f"def function_{i % 977}(self, key_{i % 31}):\n    return self.values[{i}] * {i % 7} + 1\n\n"
-            )
+            stream.write(f"def function_{i % 977}(self, key_{i % 31}):\n    return self.values[{i}] * {i % 7} + 1\n\n")
     code = f"""
 import resource, sys
 from forge_mlx.data import DataConfig, TokenizerConfig, prepare

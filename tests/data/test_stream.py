@@ -21,9 +21,7 @@ def take(stream, count):
     return list(itertools.islice(stream, count))
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "batch_size", "seq_len"), [(100, 3, 7), (64, 4, 8), (41, 4, 10), (2, 1, 1)]
-)
+@pytest.mark.parametrize(("num_tokens", "batch_size", "seq_len"), [(100, 3, 7), (64, 4, 8), (41, 4, 10), (2, 1, 1)])
 def test_each_token_is_a_target_once_an_epoch_but_for_a_rest(tmp_path, num_tokens, batch_size, seq_len):
     stream = BatchStream(token_file(tmp_path, num_tokens), batch_size, seq_len, seed=3)
     rows_per_epoch = num_tokens // seq_len
@@ -92,9 +90,7 @@ def test_epoch_counts_with_fraction(tmp_path):
         (103, "0123456789abcdef0123", 3, 7, 6, "seed"),
     ],
 )
-def test_state_of_another_stream_is_refused(
-    tmp_path, num_tokens, fingerprint, batch_size, seq_len, seed, key
-):
+def test_state_of_another_stream_is_refused(tmp_path, num_tokens, fingerprint, batch_size, seq_len, seed, key):
     state = BatchStream(token_file(tmp_path, 103), 3, 7, seed=5).state_dict()
     other = BatchStream(token_file(tmp_path, num_tokens, fingerprint), batch_size, seq_len, seed)
     with pytest.raises(ValueError, match=f"must belong to the same data, but its {key} is"):

@@ -10,8 +10,7 @@ from forge_mlx.data import StreamDecoder, Tokenizer
 from forge_mlx.data import tokenizer as tokenizer_module
 
 SAMPLE = "".join(
-    f"class Name{i % 7}:\n    def get_{i}(self, key):\n\t\treturn self._value[{i}]\r\n\n\n"
-    for i in range(150)
+    f"class Name{i % 7}:\n    def get_{i}(self, key):\n\t\treturn self._value[{i}]\r\n\n\n" for i in range(150)
 )
 AWKWARD = {
     "empty": "",
@@ -74,9 +73,7 @@ def test_pieces_hold_indentation_newlines_and_tabs():
     assert any(b"\r\n\n\n" in piece for piece in pieces)
     assert any(piece.endswith(b":\n") for piece in pieces)
     assert any(b"    def " in piece for piece in pieces)
-    assert not any(
-        char.encode() in piece for char in tokenizer_module._STAND_INS.values() for piece in pieces
-    )
+    assert not any(char.encode() in piece for char in tokenizer_module._STAND_INS.values() for piece in pieces)
 
 
 def test_parts_that_end_behind_newlines_encode_apart_as_together(monkeypatch):
@@ -229,9 +226,7 @@ def test_file_that_is_no_model(tmp_path, content):
 
 
 def test_missing_model(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"readable SentencePiece model but got '.*none.model': No such file"
-    ):
+    with pytest.raises(ValueError, match=r"readable SentencePiece model but got '.*none.model': No such file"):
         Tokenizer.load(tmp_path / "none.model")
 
 

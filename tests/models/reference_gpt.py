@@ -36,9 +36,7 @@ def rotate(x, base, scale):
     half = x.shape[-1] // 2
     angle = scale * torch.arange(x.shape[-2])[:, None] * base ** (-torch.arange(half, dtype=x.dtype) / half)
     first, second = x[..., :half], x[..., half:]
-    return torch.cat(
-        [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1
-    )
+    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
 
 
 def gpt2(p, tokens, *, num_layers, head_dim, eps, gelu):
@@ -63,6 +61,10 @@ def gpt2(p, tokens, *, num_layers, head_dim, eps, gelu):
 def llama(p, tokens, *, num_layers, head_dim, eps, base, mlp, scale=1.0, cap=None):
     """RMSNorm, rotary positions unless base is None, no biases; norms have a scale where p has one."""
     x = p["embed_tokens.weight"][tokens]
+    if "token_shift.weight" in p:
+        shifted = torch.zeros_like(x)
+        shifted[:, 1:] = x[:, :-1]
+        x = x + p["token_shift.weight"] * shifted
 
     def norm(x, name):
         return rms_norm(x, p.get(f"{name}.weight"), eps)

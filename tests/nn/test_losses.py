@@ -130,9 +130,7 @@ def test_extreme_logits(form):
     targets = np.array([0, 1, 1, 2], np.int32)
     ones = np.ones(4, np.float32)
     want, d_logits, _ = oracle(logits, targets, ones, "sum")
-    loss, grad = mx.value_and_grad(lambda z: cross_entropy(z, mx.array(targets), reduction="sum"))(
-        mx.array(logits)
-    )
+    loss, grad = mx.value_and_grad(lambda z: cross_entropy(z, mx.array(targets), reduction="sum"))(mx.array(logits))
     # MLX's form subtracts the target from a logsumexp: beside logits of 1e4 a loss is exact to 1e-3.
     assert abs(loss.item() - want) <= (1e-3 if form == "fused" else 1e-6)
     close(grad, d_logits, 1e-3 if form == "fused" else 1e-6)
@@ -153,9 +151,7 @@ def test_small_losses_beside_large_logits_are_not_rounded_away():
 def test_an_unknown_target_makes_loss_and_gradient_nan(target):
     logits, targets, _ = case(3, 5)
     targets[1] = target
-    loss, grad = mx.value_and_grad(lambda z: cross_entropy(z, mx.array(targets), reduction="sum"))(
-        mx.array(logits)
-    )
+    loss, grad = mx.value_and_grad(lambda z: cross_entropy(z, mx.array(targets), reduction="sum"))(mx.array(logits))
     assert np.isnan(loss.item())
     assert np.isnan(np.array(grad)).any(axis=1).tolist() == [False, True, False]
 

@@ -17,6 +17,13 @@ from forge_mlx.train.step import TrainStep
 
 CONFIGS = Path(__file__).parents[2] / "models" / "configs"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
+SMALL = """\
+run: {dir: x, device: cpu}
+data: {source: stdlib, tokenizer: {vocab_size: 2048}}
+model: {num_layers: 3, hidden_size: 192, num_heads: 2, intermediate_size: 768, mlp: relu2, qk_norm: true}
+train: {steps: 450, batch_size: 8, seq_len: 256}
+optim: {name: muon}
+"""
 
 
 def described(config, width=80):
@@ -25,12 +32,15 @@ def described(config, width=80):
     return console.file.getvalue()
 
 
-def quickstart(tmp_path, *overrides):
-    return load_config(CONFIGS / "quickstart.yaml", [f"run.dir={tmp_path / 'run'}", "run.device=cpu", *overrides])
+def small(tmp_path, *overrides):
+    """A config of known sizes."""
+    file = tmp_path / "c.yaml"
+    file.write_text(SMALL)
+    return load_config(file, [f"run.dir={tmp_path / 'run'}", *overrides])
 
 
 def test_says_what_would_be_trained(tmp_path):
-    lines = described(quickstart(tmp_path, "train.accumulate=2")).splitlines()
+    lines = described(small(tmp_path, "train.accumulate=2")).splitlines()
     assert "parameters (3 layers; layers.0 stands for each)" in lines[0]
     rows = [line.strip("│ ").split("│") for line in lines if line.startswith("│")]
     shapes = {name.strip(): (shape.strip(), count.strip()) for name, shape, count in rows}
@@ -75,17 +85,17 @@ def test_shipped_config_is_described_without_allocating_its_weights(path):
 
 def test_says_that_the_run_folder_exists(tmp_path):
     (tmp_path / "run").mkdir()
-    assert described(quickstart(tmp_path)).endswith(f"run folder:    {tmp_path / 'run'} (exists)\n")
+    assert described(small(tmp_path)).endswith(f"run folder:    {tmp_path / 'run'} (exists)\n")
 
 
 def test_the_vocabulary_is_that_of_a_given_tokenizer(tmp_path):
     text = "".join(f"def f_{i}(x):\n    return x + {i}\n" for i in range(200))
     Tokenizer.train([text], kind="bpe", vocab_size=300).save(tmp_path / "t.model")
     given = f"data.tokenizer.path={tmp_path / 't.model'}"
-    assert dry_run.planned_vocab_size(quickstart(tmp_path, given)) == 300
-    assert "300 x 192" in described(quickstart(tmp_path, given))
+    assert dry_run.planned_vocab_size(small(tmp_path, given)) == 300
+    assert "300 x 192" in described(small(tmp_path, given))
     with pytest.raises(ValueError, match=r"^model.vocab_size must be the tokenizer's 300 \(or null\) but got 301\.$"):
-        dry_run.planned_vocab_size(quickstart(tmp_path, given, "model.vocab_size=301"))
+        dry_run.planned_vocab_size(small(tmp_path, given, "model.vocab_size=301"))
 
 
 FAMILIES = {

@@ -86,7 +86,7 @@ def test_a_layer_that_is_bad_in_a_later_batch_only_is_named(model):
 
     model.layers[0] = BadFor(model.layers[0], 1)
     grads = model.parameters()
-    assert describe_nonfinite(model, BATCHES, grads) == (
+    assert describe_nonfinite(model, BATCHES, grads, mx.float32) == (
         "all parameters are finite; the first bad output is that of layers.0"
     )
 
@@ -120,5 +120,5 @@ def test_a_bad_gradient_behind_a_finite_loss_is_named_where_it_began(model):
 
 def test_all_finite_is_said(model):
     _, _, grads, _ = TrainStep(model, build_optimizer(OptimConfig()), mx.float32, 1.0).gradients(BATCHES, 0)
-    assert describe_nonfinite(model, BATCHES, grads).endswith("the sum over them overflowed")
+    assert describe_nonfinite(model, BATCHES, grads, mx.float32).endswith("the sum over them overflowed")
     assert first_bad_layer(model, BATCHES[0]) is None

@@ -222,9 +222,7 @@ with Progress(2, 0) as progress:
     master, slave = os.openpty()
     with (tmp_path / "errors").open("wb") as errors:
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
-        subprocess.run(
-            [sys.executable, "-c", script], stdout=slave, stderr=errors, env=environment, check=True
-        )
+        subprocess.run([sys.executable, "-c", script], stdout=slave, stderr=errors, env=environment, check=True)
     os.close(slave)
     shown = os.read(master, 100_000)
     os.close(master)

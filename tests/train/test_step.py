@@ -224,6 +224,8 @@ def test_dropout_follows_from_the_seed_and_differs_from_step_to_step_and_pass_to
     # Two passes with the mask of the first would have its mean.
     assert loss(7, passes=2) != pytest.approx(first, rel=1e-6)
     assert loss(7, passes=2) == loss(7, passes=2)
+    second = {seed: 2 * loss(seed, passes=2) - loss(seed) for seed in (7, 8)}
+    assert second[7] != pytest.approx(second[8], rel=1e-4)
     still = stepper()
     assert still.gradients([batch], 1)[0] == still.gradients([batch], 2)[0]
 

@@ -53,6 +53,10 @@ def test_reads_values_and_fills_in_defaults():
     assert config.tokens_per_step == 128
 
 
+def test_what_looks_like_a_date_is_text():
+    assert load(dir="dir: 2024-01-31").run.dir == Path("2024-01-31")
+
+
 def test_home_is_expanded_in_the_run_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     assert load(dir="dir: ~/runs/x").run.dir == Path("/home/someone/runs/x")
@@ -385,6 +389,7 @@ def test_a_bad_override_is_blamed_on_the_command_line(override, message):
 
 def test_a_problem_of_the_file_is_not_blamed_on_the_command_line():
     assert error("optim.eps=1e-6", lr="lr: x").startswith("c.yaml:12: optim.lr: ")
+    assert error("optm.lr=1", optim="optm:").startswith("c.yaml:11: optm: ")
 
 
 VARIANTS = {
