@@ -17,15 +17,15 @@ works when `FORGE_MLX_BLAS` names it. OpenBLAS's own settings (`OPENBLAS_NUM_THR
 """
 
 import ctypes
+from dataclasses import dataclass
 import importlib.util
 import os
+from pathlib import Path
 import struct
 import sys
 import tempfile
-import warnings
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
+import warnings
 
 from forge_mlx._cache import cache_dir
 from forge_mlx._elf import export_only

@@ -1,9 +1,9 @@
 """The command ``python -m forge_mlx.generate RUN --prompt ...``: stream text from a trained model."""
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+import sys
 
 from forge_mlx.data.tokenizer import StreamDecoder, Tokenizer
 from forge_mlx.hub.native import ModelFolderError, load_model, load_weights

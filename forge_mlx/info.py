@@ -1,20 +1,19 @@
 """`python -m forge_mlx.info`: versions, machine, BLAS and measured speed, to read or for a bug report."""
 
 import argparse
+from collections.abc import Callable
+from importlib import metadata
 import json
 import os
+from pathlib import Path
 import platform
 import shutil
 import time
-from collections.abc import Callable
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
+import forge_mlx
 import mlx.core as mx
 import numpy as np
-
-import forge_mlx
 
 _PACKAGES = ("mlx", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal", "numpy", "scipy-openblas32")
 _BF16_SIZE = 512

@@ -1,8 +1,8 @@
 """Choosing the next token: temperature, top-k, top-p, min-p; and the generation loop over a KV cache."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+import math
 from typing import Any, Protocol
 
 import mlx.core as mx

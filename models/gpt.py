@@ -1,14 +1,9 @@
 """One decoder for GPT-2, Llama, Qwen3 and modded-nanogpt: which of them it is, the config says."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+import math
 from typing import Final, Literal, TypeAlias, cast
-
-import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_unflatten
-from pydantic import Field, model_validator
 
 from forge_mlx._config import Section
 from forge_mlx.nn.activations import GATED_ACTIVATIONS, softcap
@@ -18,6 +13,10 @@ from forge_mlx.nn.mlp import MLP, GatedMLP
 from forge_mlx.nn.norms import LayerNorm, RMSNorm
 from forge_mlx.nn.parameters import count_elements, named_arrays
 from forge_mlx.nn.token_shift import LastToken, TokenShift
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from pydantic import Field, model_validator
 
 _INTERMEDIATE_MULTIPLE: Final = 64
 _RESIDUAL_MATRICES: Final = ("o_proj.weight", "down_proj.weight")

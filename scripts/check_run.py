@@ -2,8 +2,8 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
+import sys
 from typing import Any
 
 FILES = ("config.yaml", "loss.png", "report.html", "final/model.safetensors")

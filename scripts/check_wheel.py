@@ -2,12 +2,12 @@
 
 import argparse
 import os
+from pathlib import Path
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NO_SOURCE = (".*", "__pycache__", "build", "dist", "*.egg-info", "runs")

@@ -1,9 +1,9 @@
 """Print one of README.md's bash blocks, so that what is tested is what a reader is told to run."""
 
 import argparse
+from pathlib import Path
 import re
 import sys
-from pathlib import Path
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -1,11 +1,14 @@
 """What every test relies on."""
 
 from collections.abc import Iterator
+import os
 
+# On an NVIDIA GPU MLX rounds float32 products to TF32, 10 bits, unless this is set before it starts.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+# Before any test module imports mlx.core: it loads the BLAS.
+import forge_mlx  # noqa: E402, F401
 import pytest
-
-# First, so that no test module imports mlx.core before the BLAS is loaded.
-import forge_mlx  # noqa: F401
 
 
 @pytest.fixture(scope="session", autouse=True)

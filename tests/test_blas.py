@@ -1,20 +1,19 @@
 """Which BLAS is loaded on Linux, what MLX makes of it, and what happens when it cannot be loaded."""
 
+from dataclasses import dataclass
 import json
 import os
+from pathlib import Path
 import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
-
-import platformdirs
-import pytest
 
 from forge_mlx import _cache, blas
 from forge_mlx._elf import export_only
+import platformdirs
+import pytest
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="on macOS forge_mlx loads no BLAS")
 

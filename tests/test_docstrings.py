@@ -1,8 +1,8 @@
 """A class documents the arguments of its __init__ in its own docstring, where ruff does not check them."""
 
 import ast
-import re
 from pathlib import Path
+import re
 
 import pytest
 

@@ -2,9 +2,8 @@
 
 import struct
 
-import pytest
-
 from forge_mlx import _elf
+import pytest
 
 
 def test_hash_chain_ends_at_the_last_name():

@@ -1,11 +1,8 @@
+from pathlib import Path
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-
-import mlx.core as mx
-import pytest
 
 from forge_mlx import generate
 from forge_mlx.data.tokenizer import Tokenizer
@@ -15,6 +12,8 @@ from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.sampling import Sampler
 from forge_mlx.train.load import load_config
 from forge_mlx.train.loop import train
+import mlx.core as mx
+import pytest
 
 CONFIG = """\
 run: {dir: RUN, device: cpu}

@@ -1,9 +1,9 @@
 """`import forge_mlx` where MLX has no usable build."""
 
 import os
+from pathlib import Path
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 

@@ -4,12 +4,12 @@ Read from the source of every module, so that an import inside a function or und
 """
 
 import ast
-import os
-import re
-import sys
 from collections.abc import Iterator
 from importlib import metadata
+import os
 from pathlib import Path
+import re
+import sys
 
 import pytest
 

@@ -5,10 +5,9 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import pytest
-
 import forge_mlx
 from forge_mlx import info
+import pytest
 
 
 def command(*arguments: str) -> str:

@@ -1,15 +1,15 @@
 """Where things live: the folders, the two links, what goes into the wheel, and which ways to import work."""
 
+from dataclasses import dataclass
 import json
 import os
+from pathlib import Path
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
+import pytest
 
 from scripts import check_wheel
 

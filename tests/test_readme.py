@@ -1,7 +1,7 @@
 """What README.md and the other notes tell a reader to run and to open is there."""
 
-import re
 from pathlib import Path
+import re
 
 import pytest
 

@@ -1,12 +1,11 @@
 import math
 
-import mlx.core as mx
-import numpy as np
-import pytest
-
 from forge_mlx import sampling
 from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.sampling import PREFILL_TOKENS, Sampler, generate_tokens
+import mlx.core as mx
+import numpy as np
+import pytest
 
 
 @pytest.fixture(autouse=True)

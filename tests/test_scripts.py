@@ -1,9 +1,9 @@
 """Every script explains itself, and those that CI runs find what they look for."""
 
 import json
+from pathlib import Path
 import subprocess
 import sys
-from pathlib import Path
 from zipfile import ZipFile
 
 import pytest

@@ -1,14 +1,14 @@
 """Token files: the tokens of a corpus on disk, mapped into memory."""
 
-import json
-import os
-import secrets
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+import json
+import os
 from pathlib import Path
+import secrets
+import shutil
+import time
 from typing import Any
 
 import numpy as np

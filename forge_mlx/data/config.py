@@ -2,9 +2,8 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
-
 from forge_mlx._config import Section
+from pydantic import BeforeValidator, Field
 
 STDLIB = "stdlib"
 

@@ -1,12 +1,12 @@
 """Documents of a corpus as a stream of text, split into training and validation."""
 
 import codecs
-import json
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+import json
 from typing import BinaryIO, Literal, NamedTuple
+import zlib
 
 from forge_mlx.data.files import SourceFile
 from forge_mlx.data.lines import last_line_start

@@ -1,14 +1,14 @@
 """Which files a corpus is made of: paths, folders, globs and the standard library."""
 
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 import glob
 import gzip
 import hashlib
 import os
-import sysconfig
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
+import sysconfig
 from typing import BinaryIO, Literal, cast
 
 JSON_SUFFIXES = (".jsonl", ".ndjson")

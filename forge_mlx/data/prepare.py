@@ -1,13 +1,13 @@
 """From the `data:` section to a tokenizer and two token files, cached by content."""
 
-import hashlib
-import json
-import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+import hashlib
+import json
 from pathlib import Path
+import time
 from typing import Any
+import zlib
 
 from forge_mlx._cache import cache_dir
 from forge_mlx.data.cache import (

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from forge_mlx.data.cache import TokenFile
 import numpy as np
 from numpy.typing import NDArray
-
-from forge_mlx.data.cache import TokenFile
 
 
 class BatchStream:

@@ -7,20 +7,19 @@ byte pieces; decoding joins bytes from a table. What is saved is a plain Sentenc
 """
 
 import codecs
+from collections.abc import Iterable, Iterator, Sequence
 import hashlib
 import io
 import os
-import re
-from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+import re
 from typing import Literal
-
-import numpy as np
-import sentencepiece
-from numpy.typing import NDArray
 
 from forge_mlx.data.lines import last_line_start
 from forge_mlx.data.model_proto import map_pieces, read_normalizer
+import numpy as np
+from numpy.typing import NDArray
+import sentencepiece
 
 _UNKNOWN, _END = 0, 1
 _SPACE = "\u2581"

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import mlx.core as mx
-from pydantic import ValidationError
-
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.nn.parameters import named_arrays
+import mlx.core as mx
+from pydantic import ValidationError
 
 
 class ModelFolderError(ValueError):

@@ -2,11 +2,10 @@
 
 from typing import Final
 
-import mlx.core as mx
-import mlx.nn as nn
-
 from forge_mlx.nn.kv_cache import KVCache
 from forge_mlx.nn.norms import RMSNorm
+import mlx.core as mx
+import mlx.nn as nn
 
 _CPU_BLOCKS: Final = 4
 _CPU_MIN_QUERIES: Final = 128

@@ -1,9 +1,8 @@
 """The feed-forward half of a transformer block, plain or gated."""
 
+from forge_mlx.nn.activations import ACTIVATIONS, GATED_ACTIVATIONS
 import mlx.core as mx
 import mlx.nn as nn
-
-from forge_mlx.nn.activations import ACTIVATIONS, GATED_ACTIVATIONS
 
 
 class MLP(nn.Module):

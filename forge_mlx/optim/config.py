@@ -2,9 +2,8 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
-
 from forge_mlx._config import Section
+from pydantic import Field
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import mlx.core as mx
-import mlx.optimizers as optim
-
 from forge_mlx.nn.parameters import is_matrix, named_arrays
 from forge_mlx.optim.config import OptimConfig
+import mlx.core as mx
+import mlx.optimizers as optim
 
 ParameterFilter = Callable[[str, mx.array], bool]
 

@@ -1,17 +1,16 @@
 """The command ``python -m forge_mlx.train CONFIG [section.key=value ...]``."""
 
 import argparse
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from rich.console import Console
+import shlex
+import sys
 
 from forge_mlx.train.dry_run import describe_run
 from forge_mlx.train.load import load_config
 from forge_mlx.train.loop import Interrupted, Outcome, TrainingStopped, train
 from forge_mlx.train.progress import visible_controls
+from rich.console import Console
 
 
 def _parser() -> argparse.ArgumentParser:

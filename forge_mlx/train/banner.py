@@ -4,14 +4,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import mlx.core as mx
-
 from forge_mlx.blas import blas_choice
 from forge_mlx.data.config import DataConfig
 from forge_mlx.info import versions
 from forge_mlx.optim import OptimConfig
 from forge_mlx.train.device import Placement
 from forge_mlx.train.trainer import Trainer
+import mlx.core as mx
 
 PACKING = {
     "concat": "documents follow each other in a row, each with an end token, and attention crosses their borders"

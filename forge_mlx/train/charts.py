@@ -1,12 +1,12 @@
 """Charts over the steps of a run: their limits, ticks, smoothing, and the SVG paths that a page draws."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+import math
 from typing import Any, Literal
 
-import numpy as np
 from matplotlib.ticker import MaxNLocator
+import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]

@@ -1,15 +1,15 @@
 """Checkpoints: all that a run needs to go on, written so that a crash at any moment leaves the last one whole."""
 
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 import errno
 import json
 import os
+from pathlib import Path
 import re
 import shutil
-import zlib
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
+import zlib
 
 import mlx.core as mx
 

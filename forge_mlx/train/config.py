@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
-
 from forge_mlx._config import Section
 from forge_mlx.data.config import DataConfig
 from forge_mlx.models.gpt import GPTConfig
 from forge_mlx.optim import OptimConfig
+from pydantic import Field, field_validator, model_validator
 
 
 class RunConfig(Section):

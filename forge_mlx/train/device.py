@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-import mlx.core as mx
-
 from forge_mlx.train.config import RunConfig
+import mlx.core as mx
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 

@@ -3,15 +3,14 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.models.gpt import GPT
 from forge_mlx.nn.parameters import named_arrays
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.device import choose_placement
 from forge_mlx.train.memory import estimate_memory
+from rich.console import Console
+from rich.table import Table
 
 MIB = 2**20
 _INDENT = 15

@@ -1,9 +1,9 @@
 """What is wrong with a config, in words for the person who wrote it: file, line, key, value, what is allowed."""
 
-import difflib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+import difflib
+import json
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin

@@ -1,10 +1,10 @@
 """The run folder: its files, its lock, and whether a run may go on in it."""
 
-import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+import fcntl
+import os
 from pathlib import Path
 from typing import Any
 

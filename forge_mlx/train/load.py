@@ -1,21 +1,20 @@
 """Reading a training config: YAML, overrides from the command line; and writing one."""
 
-import json
-import re
 from collections.abc import Sequence
+import json
 from pathlib import Path
+import re
 from types import NoneType
 from typing import Any, cast
 
+from forge_mlx.train.config import TrainConfig
+from forge_mlx.train.explain import Key, Origin, explain_errors, plain_types, section_of, show, suggest
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import DuplicateKeyError, SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
-
-from forge_mlx.train.config import TrainConfig
-from forge_mlx.train.explain import Key, Origin, explain_errors, plain_types, section_of, show, suggest
 
 _HEADER = "# Every setting of this run, defaults included.\n"
 _SECTIONS = tuple(TrainConfig.model_fields)

@@ -4,8 +4,6 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-import mlx.core as mx
-
 from forge_mlx.data.prepare import prepare
 from forge_mlx.train.banner import log_model, log_path, setup_facts
 from forge_mlx.train.checkpoint import remove_old
@@ -18,6 +16,7 @@ from forge_mlx.train.progress import Progress
 from forge_mlx.train.report import write_loss_plot, write_report
 from forge_mlx.train.signals import StopRequested, StopSignals
 from forge_mlx.train.trainer import Trainer, Window
+import mlx.core as mx
 
 __all__ = ["Interrupted", "NonFiniteLoss", "Outcome", "TrainingStopped", "train"]
 

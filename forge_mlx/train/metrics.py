@@ -19,16 +19,16 @@ Such a value is written as ``null``, so that its column stays numeric for every 
 names it: ``{"loss": null, "nonfinite": {"loss": "nan"}}``. `read_metrics` puts the value back.
 """
 
+from collections.abc import Callable
 import json
 import math
 import numbers
 import os
-import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
+import time
 from types import TracebackType
 from typing import Any, Literal, get_args
+import warnings
 
 Kind = Literal["setup", "train", "eval", "sample", "event"]
 Record = dict[str, Any]

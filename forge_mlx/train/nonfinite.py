@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-
 from forge_mlx.nn.parameters import named_arrays
 from forge_mlx.train.step import cast_floats
+import mlx.core as mx
+import mlx.nn as nn
 
 Tree = dict[str, Any]
 

@@ -1,9 +1,9 @@
 """How a run ends: with an outcome, or with the reason why it stopped."""
 
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+import signal
 
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.folder import RunFolder

@@ -1,10 +1,10 @@
 """What a training run shows while it works: a live bar on a terminal, plain lines elsewhere."""
 
+from dataclasses import dataclass
 import math
 import os
 import sys
 import time
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TextIO
 

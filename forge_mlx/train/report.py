@@ -5,21 +5,20 @@ Only ``config.yaml`` and ``metrics.jsonl`` of the folder are read.
 """
 
 import argparse
-import io
-import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+import io
+import math
 from pathlib import Path
+import sys
 from typing import Any
-
-import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from matplotlib.figure import Figure
 
 from forge_mlx.train.charts import Chart, Floats, Line, highest, smoothed
 from forge_mlx.train.metrics import Record, read_metrics, replace_file
 from forge_mlx.train.progress import format_duration, visible_controls
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.figure import Figure
+import numpy as np
 
 _MIB, _GIB = 1 << 20, 1 << 30
 

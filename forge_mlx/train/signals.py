@@ -1,10 +1,10 @@
 """Ctrl-C, SIGTERM and a closed terminal: when a run may be broken off, and when it finishes the step first."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 
 

@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_map
-
 from forge_mlx.nn.losses import cross_entropy
 from forge_mlx.nn.parameters import named_arrays
 from forge_mlx.optim import GroupedOptimizer
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
 
 Tree = dict[str, Any]
 

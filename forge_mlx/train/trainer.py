@@ -1,11 +1,9 @@
 """One run in memory: model, optimizer and data position; a step, an evaluation, a sample, a checkpoint."""
 
-import math
-import time
 from dataclasses import asdict, dataclass
+import math
 from pathlib import Path
-
-import mlx.core as mx
+import time
 
 from forge_mlx.data.prepare import PreparedData
 from forge_mlx.data.stream import BatchStream, eval_batches
@@ -28,6 +26,7 @@ from forge_mlx.train.folder import RunFolder
 from forge_mlx.train.nonfinite import describe_nonfinite
 from forge_mlx.train.outcome import NonFiniteLoss, TrainingStopped
 from forge_mlx.train.step import TrainStep, make_evaluator
+import mlx.core as mx
 
 NATS_PER_BIT = math.log(2)
 

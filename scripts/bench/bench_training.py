@@ -7,15 +7,15 @@ that of whole AdamW steps after the first ones, which compile; the figure is the
 """
 
 import argparse
+from collections.abc import Callable
 import json
 import os
+from pathlib import Path
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,11 +64,10 @@ def batch(vocab_size: int, rows: int, length: int, step: int) -> np.ndarray:
 
 def work_mlx(options: argparse.Namespace, steps: int) -> dict:
     """Train with forge_mlx and time the steps."""
-    import mlx.core as mx
-
     from forge_mlx.models.gpt import GPT
     from forge_mlx.optim import OptimConfig, build_optimizer
     from forge_mlx.train.step import TrainStep
+    import mlx.core as mx
 
     config, rows, length = setting(options)
     model = GPT(config)
@@ -129,7 +128,7 @@ def run_worker(engine: str, options: argparse.Namespace, weights: Path) -> dict:
     command = [sys.executable, __file__, "--worker", engine, "--weights", str(weights), "--steps", str(steps)]
     if options.config:
         command += ["--config", str(options.config)]
-    environment = {**os.environ, **ENGINES[engine], "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, **ENGINES[engine], "PYTHONWARNINGS": "error"}
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout)
 
@@ -141,10 +140,9 @@ def main() -> None:
         work = work_torch if options.worker == "PyTorch" else work_mlx
         print(json.dumps(work(options, options.steps)))
         return
-    import mlx.core as mx
-
     from forge_mlx.models.gpt import GPT
     from forge_mlx.nn.parameters import named_arrays
+    import mlx.core as mx
 
     config, rows, length = setting(options)
     model = GPT(config)

@@ -1,10 +1,9 @@
 """The GPT of forge_mlx.models.gpt in idiomatic PyTorch: the peer that bench_training.py measures against."""
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-
 from forge_mlx.models.gpt import GPTConfig
+import torch
+from torch import nn
+import torch.nn.functional as F
 
 
 def _norm(config: GPTConfig) -> nn.Module:

@@ -2,11 +2,10 @@ import gzip
 import json
 import tracemalloc
 
-import pytest
-
 from forge_mlx.data import corpus as corpus_module
 from forge_mlx.data.corpus import Corpus
 from forge_mlx.data.files import SourceFile
+import pytest
 
 
 def write(tmp_path, **contents):

@@ -1,7 +1,6 @@
-import pytest
-from pydantic import ValidationError
-
 from forge_mlx.data import DataConfig, TokenizerConfig
+from pydantic import ValidationError
+import pytest
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 import os
 from pathlib import Path
 
-import pytest
-
 from forge_mlx.data.files import list_paths, list_stdlib
+import pytest
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
-import pytest
-
 from forge_mlx.data.model_proto import Normalizer, map_pieces, read_normalizer
+import pytest
 
 
 def field(number, content):

@@ -2,19 +2,18 @@ import dataclasses
 import gzip
 import json
 import os
+from pathlib import Path
 import shutil
 import subprocess
 import sys
 import threading
-from pathlib import Path
-
-import numpy as np
-import pytest
 
 from forge_mlx.data import DataConfig, TokenizerConfig, prepare
 from forge_mlx.data import corpus as corpus_module
 from forge_mlx.data.corpus import Piece
 from forge_mlx.data.sources import sample_text
+import numpy as np
+import pytest
 
 TOKENIZER = TokenizerConfig(vocab_size=300)
 

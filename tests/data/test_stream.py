@@ -1,11 +1,10 @@
 import itertools
 import json
 
-import numpy as np
-import pytest
-
 from forge_mlx.data import BatchStream, TokenFile, eval_batches
 from forge_mlx.data.cache import TokenWriter
+import numpy as np
+import pytest
 
 
 def token_file(tmp_path, num_tokens, fingerprint="0123456789abcdef0123"):

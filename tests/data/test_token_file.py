@@ -2,10 +2,9 @@ import json
 import os
 import time
 
+from forge_mlx.data.cache import DamagedCacheError, TokenFile, TokenWriter, build_folder
 import numpy as np
 import pytest
-
-from forge_mlx.data.cache import DamagedCacheError, TokenFile, TokenWriter, build_folder
 
 
 def write(path, ids=(5, 6, 7), vocab_size=300):

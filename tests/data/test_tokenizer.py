@@ -2,12 +2,11 @@ import random
 import subprocess
 import sys
 
+from forge_mlx.data import StreamDecoder, Tokenizer
+from forge_mlx.data import tokenizer as tokenizer_module
 import numpy as np
 import pytest
 import sentencepiece
-
-from forge_mlx.data import StreamDecoder, Tokenizer
-from forge_mlx.data import tokenizer as tokenizer_module
 
 SAMPLE = "".join(
     f"class Name{i % 7}:\n    def get_{i}(self, key):\n\t\treturn self._value[{i}]\r\n\n\n" for i in range(150)

@@ -1,14 +1,13 @@
 import json
 import shutil
 
-import mlx.core as mx
-import numpy as np
-import pytest
-from mlx.utils import tree_flatten
-
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.hub.native import ModelFolderError, load_model, load_weights, save_model
 from forge_mlx.models.gpt import GPT, GPTConfig
+import mlx.core as mx
+from mlx.utils import tree_flatten
+import numpy as np
+import pytest
 
 CONFIGS = {
     "llama": GPTConfig(vocab_size=300, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, rope_base=5e5),

@@ -2,17 +2,16 @@
 
 import math
 
+from forge_mlx.models.gpt import GPT, GPTConfig
+from forge_mlx.nn.losses import cross_entropy
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
 import numpy as np
 import pytest
 import reference_gpt as reference
 import torch
 import torch.nn.functional as F
-from mlx.utils import tree_flatten, tree_unflatten
-
-from forge_mlx.models.gpt import GPT, GPTConfig
-from forge_mlx.nn.losses import cross_entropy
 
 SHAPE = {"vocab_size": 37, "num_layers": 2, "hidden_size": 24, "num_heads": 4, "max_seq_len": 12}
 GPT2 = {**SHAPE, "norm": "layer_norm", "position": "learned", "bias": True}

@@ -1,9 +1,8 @@
 """The config: defaults that follow from other fields, and every combination that is refused."""
 
-import pytest
-from pydantic import ValidationError
-
 from forge_mlx.models.gpt import GPTConfig
+from pydantic import ValidationError
+import pytest
 
 
 def test_defaults_follow_from_the_other_fields():

@@ -1,10 +1,9 @@
 """relu2 and softcap against NumPy in float64, and relu2's own rules against autodiff of the plain form."""
 
+from forge_mlx.nn.activations import relu2, softcap
 import mlx.core as mx
 import numpy as np
 import pytest
-
-from forge_mlx.nn.activations import relu2, softcap
 
 VALUES = [0.0, -0.0, 1.0, -1.0, 1e-30, -1e-30, 1e-20, 3.7, -1234.5, 1e18, 1e19, 2e38, -2e38, np.inf]
 

@@ -1,11 +1,10 @@
 """causal_attention against a float64 formula, in the CPU's blocks and without them."""
 
+from forge_mlx.nn.attention import causal_attention
 import mlx.core as mx
 import numpy as np
 import pytest
 import torch
-
-from forge_mlx.nn.attention import causal_attention
 
 
 def oracle(q, k, v, scale):

@@ -1,9 +1,8 @@
 """The cache of keys and values: what it returns, how it grows, what it refuses."""
 
+from forge_mlx.nn.kv_cache import KVCache
 import mlx.core as mx
 import pytest
-
-from forge_mlx.nn.kv_cache import KVCache
 
 
 def parts(*lengths):

@@ -1,9 +1,8 @@
 """Which parameters decay, and how many there are."""
 
+from forge_mlx.nn.parameters import count_elements, is_matrix
 import mlx.core as mx
 import mlx.nn as nn
-
-from forge_mlx.nn.parameters import count_elements, is_matrix
 
 
 def test_matrices_have_two_axes_or_more():

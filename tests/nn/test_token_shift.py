@@ -1,10 +1,9 @@
 """The token shift against its formula, in one call and in several."""
 
+from forge_mlx.nn.token_shift import LastToken, TokenShift
 import mlx.core as mx
 import numpy as np
 import pytest
-
-from forge_mlx.nn.token_shift import LastToken, TokenShift
 
 
 @pytest.fixture

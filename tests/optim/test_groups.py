@@ -1,11 +1,10 @@
+from forge_mlx.models.gpt import GPT, GPTConfig
+from forge_mlx.optim import OptimConfig, build_optimizer
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
 import numpy as np
 import pytest
 import torch
-from mlx.utils import tree_flatten, tree_unflatten
-
-from forge_mlx.models.gpt import GPT, GPTConfig
-from forge_mlx.optim import OptimConfig, build_optimizer
 
 STEPS = 50
 GPT2 = GPTConfig(

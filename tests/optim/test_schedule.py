@@ -1,8 +1,7 @@
 import math
 
-import pytest
-
 from forge_mlx.optim import OptimConfig, learning_rate_factor
+import pytest
 
 
 def factors(total, **settings):

@@ -4,11 +4,11 @@ SIGNAL is sent to this process as it enters (``after``: leaves) the N-th call of
 the middle of" something repeatable. N counts from 1.
 """
 
+from functools import wraps
 import importlib
 import os
 import signal
 import sys
-from functools import wraps
 
 from forge_mlx.train.__main__ import main
 

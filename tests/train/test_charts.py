@@ -1,10 +1,9 @@
 import math
 
-import numpy as np
-import pytest
-
 from forge_mlx.train import charts
 from forge_mlx.train.charts import Chart, Line
+import numpy as np
+import pytest
 
 
 def test_thinning_keeps_the_peaks(monkeypatch):

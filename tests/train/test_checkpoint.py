@@ -1,16 +1,12 @@
+from collections.abc import Callable, Iterator
 import errno
 import io
 import json
 import os
+from pathlib import Path
 import resource
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
-
-import mlx.core as mx
-import pytest
-from tiny_run import tree
 
 from forge_mlx.train.checkpoint import (
     CheckpointError,
@@ -20,6 +16,9 @@ from forge_mlx.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+import mlx.core as mx
+import pytest
+from tiny_run import tree
 
 
 def _save(folder: Path, step: int, keep: int = 2, value: float | None = None) -> Path:

@@ -1,11 +1,10 @@
 from pathlib import Path
 
-import mlx.core as mx
-import pytest
-
 from forge_mlx.train import device
 from forge_mlx.train.config import RunConfig
 from forge_mlx.train.device import choose_placement
+import mlx.core as mx
+import pytest
 
 
 def placed(monkeypatch, *, gpu, **settings):

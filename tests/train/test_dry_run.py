@@ -1,11 +1,6 @@
 import io
 from pathlib import Path
 
-import mlx.core as mx
-import numpy as np
-import pytest
-from rich.console import Console
-
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.optim import OptimConfig, build_optimizer
@@ -14,6 +9,10 @@ from forge_mlx.train.dry_run import describe_run
 from forge_mlx.train.load import load_config
 from forge_mlx.train.memory import estimate_memory
 from forge_mlx.train.step import TrainStep
+import mlx.core as mx
+import numpy as np
+import pytest
+from rich.console import Console
 
 CONFIGS = Path(__file__).parents[2] / "models" / "configs"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))

@@ -2,16 +2,11 @@
 
 import math
 import os
+from pathlib import Path
 import re
 import signal
 import time
-from pathlib import Path
 from typing import Any
-
-import mlx.core as mx
-import numpy as np
-import pytest
-from tiny_run import arrays, events, records, tiny_config, tree
 
 from forge_mlx.blas import BlasChoice
 from forge_mlx.data.prepare import PreparedData, prepare
@@ -26,6 +21,10 @@ from forge_mlx.train.load import load_config
 from forge_mlx.train.loop import Interrupted, NonFiniteLoss, TrainingStopped, train
 from forge_mlx.train.metrics import MetricsLog, read_metrics
 from forge_mlx.train.trainer import Trainer
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_run import arrays, events, records, tiny_config, tree
 
 
 def _ignore(_line: str) -> None:

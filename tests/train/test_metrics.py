@@ -1,10 +1,9 @@
 import json
 import math
 
+from forge_mlx.train.metrics import MetricsLog, read_metrics
 import numpy as np
 import pytest
-
-from forge_mlx.train.metrics import MetricsLog, read_metrics
 
 
 def _strict_json(line):

@@ -1,15 +1,14 @@
 import math
 
-import mlx.core as mx
-import mlx.nn as nn
-import numpy as np
-import pytest
-from mlx.utils import tree_flatten
-
 from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.optim import OptimConfig, build_optimizer
 from forge_mlx.train.nonfinite import describe_nonfinite, first_bad_layer
 from forge_mlx.train.step import TrainStep
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+import numpy as np
+import pytest
 
 CONFIG = GPTConfig(vocab_size=13, num_layers=3, hidden_size=8, num_heads=2, intermediate_size=16, mlp="relu2")
 

@@ -5,10 +5,9 @@ import subprocess
 import sys
 import unicodedata
 
+from forge_mlx.train.progress import Progress, format_duration, visible_controls
 import pytest
 from rich.console import Console
-
-from forge_mlx.train.progress import Progress, format_duration, visible_controls
 
 
 class Terminal(io.StringIO):

@@ -1,16 +1,15 @@
+from html.parser import HTMLParser
 import math
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
-
-import numpy as np
-import pytest
-from matplotlib.image import imread
 
 from forge_mlx.train import charts
 from forge_mlx.train.metrics import MetricsLog
 from forge_mlx.train.report import load_run, main, write_loss_plot, write_report
+from matplotlib.image import imread
+import numpy as np
+import pytest
 
 NASTY = "x = \"</script><b>bold</b> & 'q' {{ 7 * 7 }}\"\n\tpass"
 

@@ -1,19 +1,18 @@
 """A run that is killed, stopped or started again: what it ends with, and what the next start does."""
 
+from collections.abc import Callable
 import functools
 import json
+from pathlib import Path
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
-from tiny_run import arrays, command, events, records, run_command, tiny_config, tree, write_config, write_corpus
 
 from forge_mlx.train.folder import RunFolder, RunFolderError
 from forge_mlx.train.load import load_config
 from forge_mlx.train.loop import train
 from forge_mlx.train.trainer import Trainer
+import pytest
+from tiny_run import arrays, command, events, records, run_command, tiny_config, tree, write_config, write_corpus
 
 _TRAINER = "forge_mlx.train.trainer:Trainer"
 _CHECKPOINT = "forge_mlx.train.checkpoint"

@@ -1,14 +1,13 @@
+from collections.abc import Callable
 import fcntl
 import os
-from collections.abc import Callable
 from pathlib import Path
-
-import mlx.core as mx
-import pytest
-from tiny_run import tiny_config, tree
 
 from forge_mlx.train.checkpoint import CheckpointFormatError, RunState, save_checkpoint
 from forge_mlx.train.folder import RunFolder, RunFolderError
+import mlx.core as mx
+import pytest
+from tiny_run import tiny_config, tree
 
 
 def _started(path: Path, config_folder: Path) -> RunFolder:

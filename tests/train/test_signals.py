@@ -2,9 +2,8 @@ import os
 import signal
 import threading
 
-import pytest
-
 from forge_mlx.train.signals import StopRequested, StopSignals
+import pytest
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -1,15 +1,14 @@
 import math
 
-import mlx.core as mx
-import mlx.nn as nn
-import numpy as np
-import pytest
-import torch
-from mlx.utils import tree_flatten, tree_unflatten
-
 from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.optim import OptimConfig, build_optimizer
 from forge_mlx.train.step import TrainStep, cast_floats, global_norm, make_evaluator, summed_loss
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+import numpy as np
+import pytest
+import torch
 
 V = 19
 CONFIG = GPTConfig(vocab_size=V, num_layers=2, hidden_size=16, num_heads=2, intermediate_size=32, mlp="relu2")

@@ -1,13 +1,10 @@
 import json
 import os
+from pathlib import Path
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
-from tiny_run import write_config
 
 from forge_mlx.train import __main__ as command_module
 from forge_mlx.train.__main__ import main
@@ -15,6 +12,8 @@ from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.explain import all_keys
 from forge_mlx.train.loop import Interrupted, NonFiniteLoss
 from forge_mlx.train.progress import visible_controls
+import pytest
+from tiny_run import write_config
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "models" / "configs").glob("*.yaml"))

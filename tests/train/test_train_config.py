@@ -1,10 +1,9 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.load import ConfigError, dump_config, load_config
+import pytest
 
 CONFIGS = Path(__file__).parents[2] / "models" / "configs"
 BASE = """\

@@ -2,16 +2,15 @@
 
 import json
 import os
+from pathlib import Path
 import random
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
+from forge_mlx.train.config import TrainConfig
 import mlx.core as mx
 import numpy as np
-
-from forge_mlx.train.config import TrainConfig
 
 _DRIVER = Path(__file__).with_name("stop_driver.py")
 
