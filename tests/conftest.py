@@ -7,7 +7,7 @@ import os
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 # Before any test module imports mlx.core: it loads the BLAS.
-import forge_mlx  # noqa: E402, F401
+import forge_mlx  # noqa: F401
 import pytest
 
 

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 
 
 def _norm(config: GPTConfig) -> nn.Module:
+    weight = config.norm_weight
     if config.norm == "rms_norm":
-        return nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.bias)
+        return nn.RMSNorm(config.hidden_size, eps=config.norm_eps, elementwise_affine=weight)
+    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, elementwise_affine=weight, bias=config.bias)
 
 
 def _rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
@@ -30,8 +31,10 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, kv, bias=config.bias)
         self.o_proj = nn.Linear(heads, width, bias=config.bias)
         if config.qk_norm:
-            self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps)
-            self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps)
+            self.q_norm, self.k_norm = (
+                nn.RMSNorm(config.head_size, eps=config.norm_eps, elementwise_affine=config.norm_weight)
+                for _ in range(2)
+            )
 
     def forward(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """Map `[B, T, C]` to `[B, T, C]`."""
@@ -89,6 +92,18 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class TokenShift(nn.Module):
+    """x_t + w * x_(t-1)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(config.hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[B, T, C]` to `[B, T, C]`."""
+        return x + self.weight * F.pad(x[:, :-1], (0, 0, 1, 0))
+
+
 class TorchGPT(nn.Module):
     """The decoder; its state dict has forge_mlx's names. No dropout."""
 
@@ -98,6 +113,8 @@ class TorchGPT(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size or 0, config.hidden_size)
         if config.position == "learned":
             self.embed_positions = nn.Embedding(config.max_seq_len, config.hidden_size)
+        if config.token_shift:
+            self.token_shift = TokenShift(config)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = _norm(config)
         if not config.tie_embeddings:
@@ -114,6 +131,8 @@ class TorchGPT(nn.Module):
             periods = self.config.rope_base ** (torch.arange(0, size, 2) / size)
             angles = torch.arange(length)[:, None] * self.config.rope_scale / periods
             rotation = (angles.cos(), angles.sin())
+        if self.config.token_shift:
+            x = self.token_shift(x)
         for layer in self.layers:
             x = layer(x, rotation)
         x = self.norm(x)
