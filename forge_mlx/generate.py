@@ -97,7 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0: all)")
     parser.add_argument("--top-p", type=float, default=0.95, help="keep the likeliest to this sum (default 0.95)")
-    parser.add_argument("--min-p", type=float, default=0.0, help="drop what is rarer than this x the likeliest")
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="drop what is rarer than this x the likeliest (default 0: none)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
     return parser
 

@@ -1,13 +1,14 @@
 """`python -m forge_mlx.info`: versions, machine, BLAS and measured speed, to read or for a bug report."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 import json
 import os
 from pathlib import Path
 import platform
 import shutil
+from statistics import median
 import time
 from typing import Any
 
@@ -16,40 +17,43 @@ import mlx.core as mx
 import numpy as np
 
 _PACKAGES = ("mlx", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal", "numpy", "scipy-openblas32")
-_BF16_SIZE = 512
+_SIZE, _BF16_SIZE, _GPU_SIZE = 1024, 512, 4096
+# What `mx.device_info` gives in bytes, on CUDA and on Metal.
+_IN_BYTES = (
+    "total_memory",
+    "free_memory",
+    "memory_size",
+    "max_buffer_length",
+    "max_recommended_working_set_size",
+)
 
 
-def matmul_gflops(dtype: mx.Dtype, n: int = 1024, *, device: mx.Device | None = None, runs: int = 8) -> float:
-    """`2 n^3 / seconds / 1e9` of MLX's `a @ b` for `[n, n]` operands of `dtype`, the best of `runs`.
-
-    Args:
-        dtype: a floating-point type.
-        n: rows and columns, at least 1.
-        device: where the product runs; the default device when None.
-        runs: how often it is timed, at least 1. One untimed run comes first.
-
-    Returns:
-        GFLOP/s.
-    """
-    stream = mx.default_device() if device is None else device
+def _mlx_product(dtype: mx.Dtype, n: int, device: mx.Device) -> Callable[[], object]:
     a, b = (mx.ones((n, n), dtype=dtype) for _ in range(2))
     mx.eval(a, b)
-    return _gflops(lambda: mx.eval(mx.matmul(a, b, stream=stream)), n, runs)
+    return lambda: mx.eval(mx.matmul(a, b, stream=device))
 
 
-def _numpy_gflops(n: int, runs: int) -> float:
-    a = np.ones((n, n), dtype=np.float32)
-    return _gflops(lambda: a @ a, n, runs)
+def _numpy_product(n: int) -> Callable[[], object]:
+    a, b = (np.ones((n, n), dtype=np.float32) for _ in range(2))
+    return lambda: a @ b
 
 
-def _gflops(product: Callable[[], object], n: int, runs: int) -> float:
-    product()
-    best = float("inf")
-    for _ in range(runs):
-        start = time.perf_counter()
+def _gflops(products: Sequence[Callable[[], object]], n: int, runs: int) -> list[float]:
+    """`2 n^3 / seconds / 1e9` of each product of `[n, n]` matrices, the median of `runs`.
+
+    The products take turns, in both orders, so that a busy moment of the machine hits all alike. One untimed run
+    of each comes first.
+    """
+    for product in products:
         product()
-        best = min(best, time.perf_counter() - start)
-    return 2 * n**3 / best / 1e9
+    turns = [(product, list[float]()) for product in products]
+    for run in range(runs):
+        for product, seconds in turns if run % 2 else reversed(turns):
+            start = time.perf_counter()
+            product()
+            seconds.append(time.perf_counter() - start)
+    return [2 * n**3 / median(seconds) / 1e9 for _, seconds in turns]
 
 
 def collect() -> dict[str, Any]:
@@ -57,7 +61,8 @@ def collect() -> dict[str, Any]:
 
     Returns:
         `versions` (name -> version, installed packages only), `machine`, `device`, `blas` (origin, path,
-        reason), `matmul` (GFLOP/s on the CPU), `compiler` (path of g++, None if absent) and `kernel_engine`.
+        reason), `matmul` (GFLOP/s; `ratio` is MLX's over NumPy's), `compiler` (path of g++, None if absent) and
+        `kernel_engine`.
     """
     choice = forge_mlx.blas_choice()
     return {
@@ -122,17 +127,16 @@ def _device() -> dict[str, Any]:
     device = mx.default_device()
     details: dict[str, Any] = {"default": str(device)}
     if device.type == mx.DeviceType.gpu:
-        details["info"] = dict(mx.device_info(device))
+        # The uuid tells one device from all others in the world, which no bug report needs.
+        details["info"] = {key: value for key, value in sorted(mx.device_info(device).items()) if key != "uuid"}
     return details
 
 
 def _matmul_rates() -> dict[str, float | None]:
-    """Rates on the CPU. MLX and NumPy take turns, so that a busy moment of the machine hits both."""
-    mlx_rate = numpy_rate = 0.0
-    for _ in range(5):
-        mlx_rate = max(mlx_rate, matmul_gflops(mx.float32, device=mx.Device(mx.cpu), runs=4))
-        numpy_rate = max(numpy_rate, _numpy_gflops(1024, runs=4))
-    bf16_rate = matmul_gflops(mx.bfloat16, _BF16_SIZE, device=mx.Device(mx.cpu), runs=2)
+    cpu, default = mx.Device(mx.cpu), mx.default_device()
+    products = [_mlx_product(mx.float32, _SIZE, cpu), _numpy_product(_SIZE)]
+    mlx_rate, numpy_rate = _gflops(products, _SIZE, runs=20)
+    (bf16_rate,) = _gflops([_mlx_product(mx.bfloat16, _BF16_SIZE, cpu)], _BF16_SIZE, runs=3)
     rates: dict[str, float | None] = {
         "mlx_float32": round(mlx_rate, 1),
         "numpy_float32": round(numpy_rate, 1),
@@ -140,8 +144,9 @@ def _matmul_rates() -> dict[str, float | None]:
         "mlx_bfloat16": round(bf16_rate, 1),
         "default_device_float32": None,
     }
-    if mx.default_device().type == mx.DeviceType.gpu:
-        rates["default_device_float32"] = round(matmul_gflops(mx.float32, 4096), 1)
+    if default.type == mx.DeviceType.gpu:
+        (rate,) = _gflops([_mlx_product(mx.float32, _GPU_SIZE, default)], _GPU_SIZE, runs=8)
+        rates["default_device_float32"] = round(rate, 1)
     return rates
 
 
@@ -154,13 +159,16 @@ def _lines(info: dict[str, Any]) -> list[tuple[str, str]]:
         ("processor", f"{machine['processor']}, {machine['cores']} cores, {memory}"),
         ("device", device["default"]),
     ]
-    lines += [(f"  {key}", str(value)) for key, value in device.get("info", {}).items()]
+    lines += [
+        (f"  {key}", f"{value / 2**30:.1f} GiB" if key in _IN_BYTES else str(value))
+        for key, value in device.get("info", {}).items()
+    ]
     lines += [
         ("BLAS", f"{blas['origin']}: {blas['reason']}"),
         ("  library", blas["path"] or "none loaded by forge-mlx"),
         (
             "  float32",
-            f"{rates['mlx_float32']} GFLOP/s on the CPU at 1024^3, numpy {rates['numpy_float32']}: "
+            f"{rates['mlx_float32']} GFLOP/s on the CPU at {_SIZE}^3, numpy {rates['numpy_float32']}: "
             f"ratio {rates['ratio']:.2f}",
         ),
         (
@@ -170,7 +178,7 @@ def _lines(info: dict[str, Any]) -> list[tuple[str, str]]:
         ),
     ]
     if rates["default_device_float32"] is not None:
-        lines.append(("  on the GPU", f"{rates['default_device_float32']} GFLOP/s in float32 at 4096^3"))
+        lines.append(("  on the GPU", f"{rates['default_device_float32']} GFLOP/s in float32 at {_GPU_SIZE}^3"))
     missing = "no g++ found: on a CPU mx.compile then runs op by op instead of fusing"
     lines += [("C++ compiler", info["compiler"] or missing), ("kernel engine", info["kernel_engine"])]
     return lines
@@ -185,8 +193,10 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         print(json.dumps(info, indent=2, default=str))
         return
-    for name, value in _lines(info):
-        print(f"{name:<18}{value}")
+    lines = _lines(info)
+    width = max(len(name) for name, _ in lines) + 2
+    for name, value in lines:
+        print(f"{name:<{width}}{value}")
 
 
 if __name__ == "__main__":

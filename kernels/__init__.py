@@ -1,7 +1,7 @@
 """Fused, differentiable kernels to import into any MLX model: ``from forge_mlx import kernels``.
 
-One family, one room (a folder); a room knows only mlx and ``forge_mlx.metal``. No room exists yet:
-``forge_mlx.nn`` calls ``mx.fast`` and plain MLX ops, and each of its modules is where a room plugs in.
+One family, one room (a folder); a room knows only mlx, numpy and ``forge_mlx.metal``. No room exists yet:
+``forge_mlx.nn`` calls ``mx.fast`` and plain MLX ops where it will call the rooms.
 """
 
 if __name__ == "kernels":

@@ -21,7 +21,6 @@ from pydantic import Field, model_validator
 _INTERMEDIATE_MULTIPLE: Final = 64
 _RESIDUAL_MATRICES: Final = ("o_proj.weight", "down_proj.weight")
 
-
 Cache: TypeAlias = KVCache | LastToken
 
 

@@ -83,6 +83,13 @@ def test_commands_name_what_is_there(note):
     assert missing_names((ROOT / note).read_text(encoding="utf-8")) == []
 
 
+@pytest.mark.parametrize("note", NOTES)
+def test_examples_import_forge_mlx_before_mlx(note):
+    for language, code in FENCED.findall((ROOT / note).read_text(encoding="utf-8")):
+        names = re.findall(r"^(?:from|import) (forge_mlx|mlx)\b", code, re.MULTILINE)
+        assert language != "python" or "mlx" not in names or names[0] == "forge_mlx"
+
+
 def test_broken_links_are_found(tmp_path):
     (tmp_path / "there.md").write_text("# One heading\n\n## And `two`, too\n")
     links = [

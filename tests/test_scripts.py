@@ -6,9 +6,16 @@ import subprocess
 import sys
 from zipfile import ZipFile
 
+from forge_mlx.models.gpt import GPT
+from forge_mlx.nn.parameters import named_arrays
+from forge_mlx.train.load import load_config
+import mlx.core as mx
+import numpy as np
 import pytest
+import torch
 
 from scripts import check_run, check_wheel, readme_command
+from scripts.bench.torch_gpt import TorchGPT
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(
@@ -25,6 +32,17 @@ def test_help_says_what_it_does(script):
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("usage: ")
     assert len(result.stdout.splitlines()) > 3
+
+
+@pytest.mark.parametrize("config", sorted(path.name for path in (ROOT / "models" / "configs").glob("*.yaml")))
+def test_peer_of_the_benchmark_is_the_model_of_every_shipped_config(config):
+    small = {"vocab_size": 50, "num_layers": 2, "hidden_size": 64, "intermediate_size": 64, "zero_init_residual": False}
+    shape = load_config(ROOT / "models" / "configs" / config).model.model_copy(update=small)
+    model, peer = GPT(shape).eval(), TorchGPT(shape)
+    peer.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in named_arrays(model.parameters())})
+    tokens = np.random.default_rng(0).integers(0, 50, (2, 9))
+    want = np.array(model(mx.array(tokens)))
+    assert np.abs(peer(torch.from_numpy(tokens)).detach().numpy() - want).max() <= 1e-5 * np.abs(want).max()
 
 
 def test_bash_blocks_are_found_in_their_order():

@@ -88,8 +88,9 @@ class Corpus:
                 yield from _whole(document, self._split)
             return
         fraction = Fraction(str(self._split))
+        only_tails = self.splits_documents
         for index, document in enumerate(self._documents()):
-            if self.splits_documents:
+            if only_tails:
                 yield from _split_tail(document, fraction)
             else:
                 held_out = (index + 1) * fraction // 1 > index * fraction // 1

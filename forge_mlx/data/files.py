@@ -179,24 +179,28 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def _add_folder(listing: Listing, root: Path, entry: str, seen: set[str]) -> None:
-    before = len(listing.files) + listing.left_out["named twice"]
+    taken: list[Path] = []
+    rest = Listing()
     for path in _walk(root, lambda name: name.startswith(".")):
         kind = _kind(path.name)
         if path.name.startswith("."):
-            listing.left_out["hidden"] += 1
+            rest.left_out["hidden"] += 1
         elif kind not in TEXT_SUFFIXES + JSON_SUFFIXES:
-            listing.left_out[kind or "no suffix"] += 1
+            rest.left_out[kind or "no suffix"] += 1
         elif not path.is_file():
-            listing.left_out["broken link" if path.is_symlink() else "no regular file"] += 1
+            rest.left_out["broken link" if path.is_symlink() else "no regular file"] += 1
         else:
-            listing.add(path, str(path), seen)
-    if len(listing.files) + listing.left_out["named twice"] == before:
+            taken.append(path)
+    if not taken:
         suffixes = " ".join(TEXT_SUFFIXES + JSON_SUFFIXES)
         raise ValueError(
             f"[data] a source folder must hold a file with one of the suffixes {suffixes} (or those with "
-            f".gz) but {entry!r} holds none{listing.describe_left_out()}. "
+            f".gz) but {entry!r} holds none{rest.describe_left_out()}. "
             f"Name other files by a glob: {entry}/**/*.ext"
         )
+    listing.left_out += rest.left_out
+    for path in taken:
+        listing.add(path, str(path), seen)
 
 
 def _add_glob(listing: Listing, pattern: str, entry: str, seen: set[str]) -> None:
@@ -208,5 +212,6 @@ def _add_glob(listing: Listing, pattern: str, entry: str, seen: set[str]) -> Non
             f"[data] a glob must match at least one file but {entry!r} matches {found} "
             f"(relative to {Path.cwd()}). Correct the pattern or name a folder."
         )
+    listing.left_out["not a file"] += len(matches) - len(files)
     for match in files:
         listing.add(Path(match), match, seen)

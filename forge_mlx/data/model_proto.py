@@ -31,9 +31,9 @@ def read_normalizer(model: bytes) -> Normalizer:
         ValueError: the bytes are not a SentencePiece model.
     """
     found = Normalizer()
-    for number, _, value, _ in _fields(model):
+    for number, value, _ in _fields(model):
         if number == _MODEL_NORMALIZER and isinstance(value, bytes):
-            values = {inner: content for inner, _, content, _ in _fields(value)}
+            values = {inner: content for inner, content, _ in _fields(value)}
             rule = values.get(_RULE_NAME, b"")
             found = Normalizer(
                 rule=rule.decode() if isinstance(rule, bytes) else "",
@@ -48,11 +48,11 @@ def read_normalizer(model: bytes) -> Normalizer:
 def map_pieces(model: bytes, change: Callable[[bytes], bytes]) -> bytes:
     """The same model with `change` applied to the UTF-8 text of every piece."""
     parts: list[bytes] = []
-    for number, _, value, raw in _fields(model):
+    for number, value, raw in _fields(model):
         if number == _MODEL_PIECES and isinstance(value, bytes):
             piece = b"".join(
                 _message(inner, change(content)) if inner == _PIECE_TEXT and isinstance(content, bytes) else copy
-                for inner, _, content, copy in _fields(value)
+                for inner, content, copy in _fields(value)
             )
             parts.append(_message(number, piece))
         else:
@@ -60,8 +60,8 @@ def map_pieces(model: bytes, change: Callable[[bytes], bytes]) -> bytes:
     return b"".join(parts)
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int, int | bytes, bytes]]:
-    """Yield `(field number, wire type, value, all bytes of the field)` in order."""
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
+    """Yield `(field number, value, all bytes of the field)` in order."""
     at = 0
     while at < len(data):
         start = at
@@ -80,7 +80,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, int | bytes, bytes]]:
             value, at = data[at : at + size], at + size
             if at > len(data):
                 raise ValueError(f"[tokenizer] the SentencePiece model ends inside a field (byte {start}).")
-        yield number, wire, value, data[start:at]
+        yield number, value, data[start:at]
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """From the `data:` section to a tokenizer and two token files, cached by content."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 import hashlib
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ from forge_mlx.data.tokenizer import Tokenizer
 # Changes when the same corpus and config would give other files: it is part of every key.
 _VERSION = 1
 _SPLITS: tuple[Split, Split] = ("train", "valid")
-_BATCH_BYTES = 1 << 21
+_BATCH_CHARACTERS = 1 << 21
 _GZIP_BYTES = 1 << 26
 
 
@@ -114,8 +114,26 @@ def prepare(config: DataConfig, *, log: Callable[[str], None]) -> PreparedData:
         from_cache = False
         _build_tokens(folder, sources, tokenizer, log)
     train, valid, stored = found
-    facts = _facts(config, listing, train, valid, tokenizer, stored)
-    facts = replace(facts, from_cache=from_cache, seconds=round(time.monotonic() - started, 3))
+    not_utf8 = [listing[index].name for index in stored["not_utf8"]]
+    facts = DataFacts(
+        source=config.source,
+        files=len(listing) - len(not_utf8),
+        files_not_utf8=len(not_utf8),
+        names_not_utf8=not_utf8[:NAMES_SHOWN],
+        empty_documents=stored["empty_documents"],
+        split_by=stored["split_by"],
+        train_documents=train.num_documents,
+        valid_documents=valid.num_documents,
+        train_bytes=train.num_bytes,
+        valid_bytes=valid.num_bytes,
+        train_tokens=train.num_tokens,
+        valid_tokens=valid.num_tokens,
+        bytes_per_token=stored["bytes_per_token"],
+        gzip_bits_per_byte=stored["gzip_bits_per_byte"],
+        vocab_size=tokenizer.vocab_size,
+        from_cache=from_cache,
+        seconds=round(time.monotonic() - started, 3),
+    )
     _log_facts(facts, log)
     return PreparedData(tokenizer, train, valid, facts)
 
@@ -252,7 +270,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text)
-        if size >= _BATCH_BYTES:
+        if size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     if batch:
@@ -268,39 +286,10 @@ def _require_both_splits(writers: dict[Split, TokenWriter]) -> None:
             )
 
 
-def _facts(
-    config: DataConfig,
-    listing: list[SourceFile],
-    train: TokenFile,
-    valid: TokenFile,
-    tokenizer: Tokenizer,
-    stored: dict[str, Any],
-) -> DataFacts:
-    not_utf8 = [listing[index].name for index in stored["not_utf8"]]
-    return DataFacts(
-        source=config.source,
-        files=len(listing) - len(not_utf8),
-        files_not_utf8=len(not_utf8),
-        names_not_utf8=not_utf8[:NAMES_SHOWN],
-        empty_documents=stored["empty_documents"],
-        split_by=stored["split_by"],
-        train_documents=train.num_documents,
-        valid_documents=valid.num_documents,
-        train_bytes=train.num_bytes,
-        valid_bytes=valid.num_bytes,
-        train_tokens=train.num_tokens,
-        valid_tokens=valid.num_tokens,
-        bytes_per_token=stored["bytes_per_token"],
-        gzip_bits_per_byte=stored["gzip_bits_per_byte"],
-        vocab_size=tokenizer.vocab_size,
-        from_cache=False,
-        seconds=0.0,
-    )
-
-
 def _log_facts(facts: DataFacts, log: Callable[[str], None]) -> None:
     if facts.files_not_utf8:
-        log(f"left out {facts.files_not_utf8} files that are not UTF-8{some_names(facts.names_not_utf8)}")
+        names = some_names(facts.names_not_utf8, facts.files_not_utf8)
+        log(f"left out {facts.files_not_utf8} files that are not UTF-8{names}")
     if facts.empty_documents:
         log(f"left out {facts.empty_documents} documents without text")
     log(

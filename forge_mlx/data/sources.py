@@ -27,13 +27,11 @@ class Sources:
         if self._corpora is None:
             field, at = self._config.text_field, self._split_at
             if at is None:
-                self._corpora = [Corpus(self._listing, field, self._config.valid_fraction)]
+                corpora = [Corpus(self._listing, field, self._config.valid_fraction)]
             else:
-                self._corpora = [
-                    Corpus(self._listing[:at], field, "train"),
-                    Corpus(self._listing[at:], field, "valid"),
-                ]
-            self._require_text()
+                corpora = [Corpus(self._listing[:at], field, "train"), Corpus(self._listing[at:], field, "valid")]
+            _require_text(corpora)
+            self._corpora = corpora
         return self._corpora
 
     @property
@@ -66,17 +64,6 @@ class Sources:
                 f"[data] source files must stay as they are while they are read but {len(changed)} changed"
                 f"{some_names(changed)}. Run again when they are complete."
             )
-
-    def _require_text(self) -> None:
-        assert self._corpora is not None
-        for corpus, name in zip(self._corpora, ("source", "valid_paths"), strict=False):
-            if not corpus.scan.documents:
-                bad = [corpus.files[index].name for index in corpus.scan.not_utf8]
-                raise ValueError(
-                    f"[data] {name} must hold some text but its {len(corpus.files)} files are "
-                    f"{len(bad)} not UTF-8{some_names(bad)} and {len(corpus.files) - len(bad)} empty. "
-                    f"Check data.{name}."
-                )
 
 
 def list_files(config: DataConfig, log: Callable[[str], None]) -> tuple[list[SourceFile], int | None]:
@@ -130,10 +117,22 @@ def _line_blocks(text: str) -> Iterator[str]:
         start = end
 
 
-def some_names(names: list[str]) -> str:
-    """` (a, b, ...)`: the first names of a list."""
-    shown = names[:NAMES_SHOWN] + (["..."] if len(names) > NAMES_SHOWN else [])
+def some_names(names: list[str], count: int | None = None) -> str:
+    """` (a, b, ...)`: the first names of a list, which may itself be the first of `count`."""
+    count = len(names) if count is None else count
+    shown = names[:NAMES_SHOWN] + (["..."] if count > NAMES_SHOWN else [])
     return f" ({', '.join(shown)})" if names else ""
+
+
+def _require_text(corpora: list[Corpus]) -> None:
+    for corpus, name in zip(corpora, ("source", "valid_paths"), strict=False):
+        if not corpus.scan.documents:
+            bad = [corpus.files[index].name for index in corpus.scan.not_utf8]
+            raise ValueError(
+                f"[data] {name} must hold some text but its {len(corpus.files)} files are "
+                f"{len(bad)} not UTF-8{some_names(bad)} and {len(corpus.files) - len(bad)} empty. "
+                f"Check data.{name}."
+            )
 
 
 def _log_left_out(name: str, listing: Listing, log: Callable[[str], None]) -> None:

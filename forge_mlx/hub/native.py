@@ -14,8 +14,14 @@ class ModelFolderError(ValueError):
 
 
 def save_model(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
-    """Write a model and its tokenizer into an existing folder."""
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(named_arrays(model.parameters())))
+    """Write a model and its tokenizer into an existing folder.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    # Through Python's file: MLX's own writer does not say why it failed.
+    with (folder / "model.safetensors").open("wb") as file:
+        mx.save_safetensors(file, dict(named_arrays(model.parameters())))
     (folder / "config.json").write_text(model.config.model_dump_json(indent=1) + "\n", encoding="utf-8")
     tokenizer.save(folder / "tokenizer.model")
 

@@ -1,4 +1,4 @@
-"""Neural network modules and losses over the kernels."""
+"""Neural network modules and losses. Where a kernel exists they call it, else `mx.fast` or plain operations."""
 
 from forge_mlx.nn.activations import relu2, softcap
 from forge_mlx.nn.attention import Attention, causal_attention
@@ -7,6 +7,7 @@ from forge_mlx.nn.losses import IGNORE_INDEX, cross_entropy, cross_entropy_sum
 from forge_mlx.nn.mlp import MLP, GatedMLP
 from forge_mlx.nn.norms import LayerNorm, RMSNorm
 from forge_mlx.nn.parameters import count_elements, is_matrix
+from forge_mlx.nn.token_shift import LastToken, TokenShift
 
 __all__ = [
     "IGNORE_INDEX",
@@ -14,8 +15,10 @@ __all__ = [
     "Attention",
     "GatedMLP",
     "KVCache",
+    "LastToken",
     "LayerNorm",
     "RMSNorm",
+    "TokenShift",
     "causal_attention",
     "count_elements",
     "cross_entropy",

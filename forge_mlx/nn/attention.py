@@ -31,8 +31,13 @@ def causal_attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float) -> 
 
     Returns:
         `[B, H, T, D]` in the dtype of q.
+
+    Raises:
+        ValueError: When there are more queries than keys: the first would see none.
     """
     queries, keys = q.shape[2], k.shape[2]
+    if queries > keys:
+        raise ValueError(f"[causal_attention] k must hold at least as many positions as q, {queries}, but got {keys}.")
     if mx.default_device() == mx.gpu or queries < _CPU_MIN_QUERIES:
         mask = "causal" if queries > 1 else None
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)

@@ -36,11 +36,13 @@ def _print_outcome(outcome: Outcome) -> None:
     console.print(visible_controls(outcome.sample), markup=False)
     console.rule()
     folder = outcome.folder
+    # This very interpreter: a virtual environment need not be active, and then `python` is another one or none.
+    python = shlex.quote(sys.executable)
     console.print(
         f"validation: {outcome.loss:.4f} nats a token, {outcome.bits_per_byte:.4f} bits per byte\n"
         f"report:     {folder / 'report.html'}\n"
         f"model:      {folder / 'final'}\n"
-        f'next:       python -m forge_mlx.generate {shlex.quote(str(folder))} --prompt "def main("\n'
+        f'next:       {python} -m forge_mlx.generate {shlex.quote(str(folder))} --prompt "def main("\n'
         f"            or copy the config, set data.source to your own text and train on that",
         markup=False,
     )

@@ -55,8 +55,8 @@ class LoopConfig(Section):
     )
     sample_every: int = Field(0, ge=0, description="steps between samples; 0: only at the end")
     sample_prompt: str = Field("", description="what a sample continues; empty: the start of a document")
-    sample_tokens: int = Field(128, gt=0, description="tokens in a sample")
-    sample_temperature: float = Field(0.7, ge=0, description="temperature of samples; 0: greedy")
+    sample_tokens: int = Field(128, gt=0, description="most tokens in a sample; it ends at model.max_seq_len")
+    sample_temperature: float = Field(0.7, ge=0, description="temperature of samples, with top-p 0.95; 0: greedy")
     checkpoint_every: int = Field(100, ge=0, description="steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = Field(2, gt=0, description="newest checkpoints that are kept")
 
@@ -93,6 +93,18 @@ class TrainConfig(Section):
             # A line each: `explain.py` finds the key that a line begins with.
             raise ValueError("\n".join(problems))
         return self
+
+    def with_vocab_size(self, size: int) -> "TrainConfig":
+        """The config with the size of the tokenizer's vocabulary filled in.
+
+        Raises:
+            ValueError: ``model.vocab_size`` is another.
+        """
+        if self.model.vocab_size not in (None, size):
+            raise ValueError(
+                f"model.vocab_size must be the tokenizer's {size} (or null) but got {self.model.vocab_size}."
+            )
+        return self.model_copy(update={"model": self.model.model_copy(update={"vocab_size": size})})
 
     @property
     def tokens_per_step(self) -> int:

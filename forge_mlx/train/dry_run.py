@@ -16,30 +16,26 @@ MIB = 2**20
 _INDENT = 15
 
 
-def planned_vocab_size(config: TrainConfig) -> int:
-    """The vocabulary size a run will have: the config's, the given tokenizer's, or the one to be trained."""
-    tokenizer = config.data.tokenizer
-    size = Tokenizer.load(Path(tokenizer.path)).vocab_size if tokenizer.path else tokenizer.vocab_size
-    if config.model.vocab_size not in (None, size):
-        raise ValueError(
-            f"model.vocab_size must be the tokenizer's {size} (or null) but got {config.model.vocab_size}."
-        )
-    return size
-
-
 def describe_run(config: TrainConfig, console: Console | None = None) -> None:
-    """Print parameter shapes and counts, tokens and FLOPs a step, and the estimated peak memory."""
+    """Print parameter shapes and counts, tokens and FLOPs a step, and the estimated peak memory.
+
+    Raises:
+        ValueError: ``model.vocab_size`` is not that of the given tokenizer, or there is no such device.
+    """
     console = console or Console(highlight=False)
     placement = choose_placement(config.run)
-    model_config = config.model.model_copy(update={"vocab_size": planned_vocab_size(config)})
+    tokenizer = config.data.tokenizer
+    config = config.with_vocab_size(
+        Tokenizer.load(Path(tokenizer.path)).vocab_size if tokenizer.path else tokenizer.vocab_size
+    )
     # The arrays are lazy: nothing is allocated for the shapes alone.
-    model = GPT(model_config, seed=config.run.seed)
+    model = GPT(config.model, seed=config.run.seed)
     console.print(_shape_table(model))
     total, hidden = model.num_parameters(), model.num_parameters(embeddings=False)
     loop, steps, step_tokens = config.train, config.train.steps, config.tokens_per_step
     flops = model.flops_per_token(loop.seq_len) * step_tokens
     memory = estimate_memory(
-        model_config, config.optim, total, loop.batch_size, loop.seq_len, placement.dtype_name, loop.accumulate
+        config.model, config.optim, total, loop.batch_size, loop.seq_len, placement.dtype_name, loop.accumulate
     )
     parts = [f"{name} {size / MIB:,.0f}" for name, size in asdict(memory).items()]
     passes = f"{loop.accumulate} pass{'' if loop.accumulate == 1 else 'es'}"

@@ -116,11 +116,6 @@ def section_of(root: type[BaseModel], key: Key) -> type[BaseModel] | None:
     return model
 
 
-def describe_field(field: FieldInfo) -> str:
-    """The values that a field takes, such as ``a whole number, at least 1, or null``."""
-    return _describe(field.annotation, field.metadata)
-
-
 def plain_types(annotation: Any) -> set[Any]:
     """The members of a union without their annotations."""
     if get_origin(annotation) is Annotated:
@@ -160,7 +155,11 @@ def _field_problem(error: Mapping[str, Any], key: Key, field: FieldInfo, rest: S
     for name in key:
         value = value[name]
     section = _section(field)
-    allowed = f"a section with the keys {', '.join(section.model_fields)}" if section else describe_field(field)
+    allowed = (
+        f"a section with the keys {', '.join(section.model_fields)}"
+        if section
+        else _describe(field.annotation, field.metadata)
+    )
     if error["type"] == "finite_number":
         allowed = allowed.replace("a number", "a finite number")
     got = show(value)
@@ -191,6 +190,7 @@ def _validator_lines(error: Mapping[str, Any], key: Key, origin: Origin) -> dict
 
 
 def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """The values that a field takes, such as ``a whole number, at least 1, or null``."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _describe(arguments[0], [*metadata, *arguments[1:]])

@@ -70,6 +70,11 @@ class RunFolder:
         """Whether a run began here: its log and then its config were written."""
         return self.metrics_file.is_file() and self.config_file.is_file()
 
+    @property
+    def has_results(self) -> bool:
+        """Whether a run left a checkpoint or a final model here, which other settings may not fit."""
+        return self.started and (self.final.is_dir() or bool(list_checkpoints(self.checkpoints)))
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder, made if need be; where no run begins inside the block, it is left as it was found.
@@ -193,12 +198,10 @@ class RunFolder:
         """Remove what killed processes left half written; the folder must be locked."""
         for folder in (self.path, self.checkpoints):
             remove_unfinished(folder)
-        for pattern in (".metrics.jsonl.*.tmp", ".loss.png.*.tmp", ".report.html.*.tmp"):
-            for path in self.path.glob(pattern):
-                path.unlink(missing_ok=True)
 
     def write_config(self, config: TrainConfig) -> None:
-        """Write the resolved config, through a temporary file."""
+        """Write the resolved config, through a temporary file; what it says of resuming was for this start alone."""
+        config = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
         temporary = self.path / f"{UNFINISHED}{self.config_file.name}"
         dump_config(config, temporary)
         with temporary.open("rb") as file:

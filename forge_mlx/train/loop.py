@@ -13,7 +13,7 @@ from forge_mlx.train.folder import RunFolder, RunFolderError
 from forge_mlx.train.metrics import MetricsLog, read_metrics
 from forge_mlx.train.outcome import Interrupted, NonFiniteLoss, Outcome, TrainingStopped, finished_outcome
 from forge_mlx.train.progress import Progress
-from forge_mlx.train.report import write_loss_plot, write_report
+from forge_mlx.train.report import load_run, write_loss_plot, write_report
 from forge_mlx.train.signals import StopRequested, StopSignals
 from forge_mlx.train.trainer import Trainer, Window
 import mlx.core as mx
@@ -50,21 +50,21 @@ def train(config: TrainConfig, log: Log = print) -> Outcome:
 
 
 def _start(config: TrainConfig, folder: RunFolder, stop: StopSignals, log: Log) -> Outcome:
-    """From a config to a trainer in its folder, or to the outcome of a run that has finished."""
+    """Make the trainer and run it in its folder; a run that has finished trains no more."""
     placement = choose_placement(config.run)
     mx.set_default_device(placement.device)
     config = _with_placement(config, placement)
     anew = config.run.resume == "never"
     with folder.locked():
         folder.check_usable(config)
-        changed = folder.changed_keys(config) if folder.started and not anew else []
+        # Where a start ended before its first checkpoint, out of memory for one, every key may change.
+        changed = folder.changed_keys(config) if folder.has_results and not anew else []
         if folder.started and not anew and (outcome := finished_outcome(folder, config, log)):
             _say_finished(folder, changed, log)
             return outcome
         log_path(placement, config.data, log)
         data = prepare(config.data, log=log)
-        config = _with_vocab_size(config, data.tokenizer.vocab_size)
-        trainer = Trainer(config, placement, data, folder)
+        trainer = Trainer(config.with_vocab_size(data.tokenizer.vocab_size), placement, data, folder)
         if not anew:
             return _train_in_folder(trainer, changed, stop, log)
         if kept := folder.set_aside():
@@ -124,13 +124,13 @@ def _train_and_finish(trainer: Trainer, metrics: MetricsLog, stop: StopSignals, 
 def _run_loop(trainer: Trainer, metrics: MetricsLog, bar: Progress, stop: StopSignals) -> None:
     """Train until the last step; records, evaluations, samples and checkpoints as they come due."""
     loop = trainer.config.train
-    recent = deque[tuple[int, float]](maxlen=20)
+    recent = deque[float](maxlen=20)
     while trainer.step < loop.steps:
         seconds_before = trainer.window.seconds
         norm, rate = trainer.train_step()
         step, window, last = trainer.step, trainer.window, trainer.step == loop.steps
-        recent.append((trainer.config.tokens_per_step, window.seconds - seconds_before))
-        speed = sum(tokens for tokens, _ in recent) / sum(seconds for _, seconds in recent)
+        recent.append(window.seconds - seconds_before)
+        speed = len(recent) * trainer.config.tokens_per_step / sum(recent)
         bar.update(step, loss=window.loss, bits_per_byte=window.bits_per_byte, tokens_per_second=speed, lr=rate)
         if _due(step, loop.log_every) or last:
             _log_window(trainer, metrics, norm, rate)
@@ -207,16 +207,6 @@ def _with_placement(config: TrainConfig, placement: Placement) -> TrainConfig:
     return config.model_copy(update={"run": run})
 
 
-def _with_vocab_size(config: TrainConfig, vocab_size: int) -> TrainConfig:
-    """The config as it is written to the run's folder: the next start goes on."""
-    if config.model.vocab_size not in (None, vocab_size):
-        raise ValueError(
-            f"model.vocab_size must be the tokenizer's {vocab_size} (or null) but got {config.model.vocab_size}."
-        )
-    model = config.model.model_copy(update={"vocab_size": vocab_size})
-    return config.model_copy(update={"model": model, "run": config.run.model_copy(update={"resume": "auto"})})
-
-
 def _say_finished(folder: RunFolder, changed: list[str], log: Log) -> None:
     log(f"{folder.path}: this run has already finished; a larger train.steps goes on, run.resume=never starts anew.")
     if changed:
@@ -243,8 +233,9 @@ def _what_is_kept(trainer: Trainer) -> str:
 def _write_pictures(folder: Path, log: Log) -> None:
     """Write loss.png and report.html; that they fail must not hide how the run ended."""
     try:
-        write_loss_plot(folder)
-        write_report(folder)
+        run = load_run(folder)
+        write_loss_plot(run)
+        write_report(run)
     except (Exception, KeyboardInterrupt) as error:
         log(
             f"the report could not be written: {type(error).__name__}: {error}; "

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from forge_mlx.models.gpt import GPTConfig
 from forge_mlx.optim import OptimConfig
+from forge_mlx.train.device import DTYPES
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # How many arrays of the MLP's width one layer keeps for its backward pass, by `model.mlp`; measured.
 _MLP_ARRAYS = {"swiglu": 5, "geglu": 6, "gelu": 4, "gelu_tanh": 5, "silu": 4, "relu2": 3}
 
@@ -60,7 +60,7 @@ def estimate_memory(
         dtype: of the forward and backward pass.
         accumulate: passes an update.
     """
-    size = BYTES[dtype]
+    size = DTYPES[dtype].size
     tokens = batch_size * seq_len
     heads = model.num_heads * model.head_size
     kv = model.kv_heads * model.head_size

@@ -5,10 +5,10 @@ Every record holds ``kind``, ``step`` (optimizer steps done) and ``time`` (secon
 ======  =============================================================================================
 kind    fields
 ======  =============================================================================================
-setup   facts that do not change: corpus (bytes, documents, tokens, bytes_per_token,
-        gzip_bits_per_byte), parameters, total_steps, device, blas, versions
-train   loss (nats a token), bits_per_byte, lr, grad_norm, tokens_per_second, tokens (so far),
-        peak_memory (bytes), seconds
+setup   facts of one start: corpus (sizes, gzip_bits_per_byte ...), parameters, total_steps,
+        tokens_per_step, device, dtype, blas, and the version of each package by its name
+train   loss (nats a token), bits_per_byte, lr (AdamW's), grad_norm (before clipping),
+        tokens_per_second, tokens (so far), peak_memory (bytes)
 eval    loss, bits_per_byte, tokens (evaluated), final (whether training was over)
 sample  prompt, text
 event   message
@@ -25,10 +25,11 @@ import math
 import numbers
 import os
 from pathlib import Path
-import time
 from types import TracebackType
 from typing import Any, Literal, get_args
 import warnings
+
+from forge_mlx.train.checkpoint import UNFINISHED
 
 Kind = Literal["setup", "train", "eval", "sample", "event"]
 Record = dict[str, Any]
@@ -40,7 +41,7 @@ def _warn(message: str) -> None:
 
 
 class MetricsLog:
-    """Append-only log of one run, with ``time`` going on where the last record stopped.
+    """Append-only log of one run.
 
     Opening an existing file repairs its end: a record that was cut off when the process was killed is
     removed, with a notice. Each record is flushed to the operating system when it is written, so that killing
@@ -55,31 +56,27 @@ class MetricsLog:
         """Opens the log, after removing a record that was cut off."""
         self._path = Path(path)
         self._notify = notify
-        self._worked = 0.0
         if self._path.exists():
             self._repair()
         self._file = self._path.open("ab")
-        self._opened = time.monotonic()
 
     def _repair(self) -> None:
         data = self._path.read_bytes()
-        lines, torn = _split(data)
+        _, torn = _split(data)
         if torn:
             self._notify(_torn_notice(self._path, torn, "removed"))
             os.truncate(self._path, len(data) - len(torn))
         elif data and not data.endswith(b"\n"):
             with self._path.open("ab") as file:
                 file.write(b"\n")
-        self._worked = _last_time(lines)
 
-    def log(self, kind: Kind, step: int, *, time: float | None = None, **fields: Any) -> None:
+    def log(self, kind: Kind, step: int, *, time: float, **fields: Any) -> None:
         """Writes one record and flushes it.
 
         Args:
             kind: "setup", "train", "eval", "sample" or "event".
             step: Optimizer steps done, 0 or more.
-            time: Seconds the run has worked, for a trainer that keeps this in its checkpoints; by default the
-                log's own clock.
+            time: Seconds the run has worked, earlier starts included.
             fields: JSON values (text, numbers, booleans, None, lists, dicts with text keys), NumPy numbers.
 
         Raises:
@@ -91,13 +88,12 @@ class MetricsLog:
             raise ValueError(f"[metrics] kind must be one of {', '.join(get_args(Kind))} but got {kind!r}.")
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"[metrics] step must be a whole number of 0 or more but got {step!r}.")
-        seconds = self._now() if time is None else float(time)
-        if not 0 <= seconds < math.inf:
+        if not 0 <= time < math.inf:
             raise ValueError(f"[metrics] time must be finite and 0 or more but got {time!r}.")
         if "nonfinite" in fields:
             raise ValueError("[metrics] a field must not be named 'nonfinite', which the log writes. Rename it.")
         nonfinite: dict[str, str] = {}
-        record: Record = {"kind": kind, "step": step, "time": round(seconds, 3)}
+        record: Record = {"kind": kind, "step": step, "time": round(time, 3)}
         record.update((name, _strict(value, _escape(name), nonfinite)) for name, value in fields.items())
         if nonfinite:
             record["nonfinite"] = nonfinite
@@ -127,8 +123,6 @@ class MetricsLog:
             self._notify(f"[metrics] {self._path}: removed {broken} line(s) that are not records.")
         if removed or broken:
             replace_file(self._path, b"".join(line + b"\n" for line in kept))
-        self._worked = _last_time(kept)
-        self._opened = time.monotonic()
         self._file = self._path.open("ab")
         return removed
 
@@ -145,9 +139,6 @@ class MetricsLog:
     ) -> None:
         """Closes the file."""
         self.close()
-
-    def _now(self) -> float:
-        return self._worked + time.monotonic() - self._opened
 
 
 def read_metrics(path: str | os.PathLike[str], notify: Notify = _warn) -> list[Record]:
@@ -178,7 +169,7 @@ def read_metrics(path: str | os.PathLike[str], notify: Notify = _warn) -> list[R
 
 def replace_file(path: Path, data: bytes) -> None:
     """Writes ``data`` under a temporary name beside ``path`` and renames it: no reader sees half a file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{UNFINISHED}{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(data)
         os.replace(temporary, path)
@@ -206,14 +197,6 @@ def _parse(line: bytes) -> Record | None:
     if isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("step")) is int:
         return record
     return None
-
-
-def _last_time(lines: list[bytes]) -> float:
-    for line in reversed(lines):
-        record = _parse(line)
-        if record is not None and isinstance(record.get("time"), int | float):
-            return float(record["time"])
-    return 0.0
 
 
 def _escape(name: str) -> str:

@@ -10,8 +10,11 @@ import mlx.nn as nn
 Tree = dict[str, Any]
 
 
-def _bad(tree: Tree) -> list[str]:
-    return [name for name, array in named_arrays(tree) if not mx.all(mx.isfinite(array)).item()]
+def nonfinite_arrays(tree: Tree) -> list[str]:
+    """Names of the arrays that hold an infinity or NaN, in the tree's order."""
+    flags = {name: mx.all(mx.isfinite(array)) for name, array in named_arrays(tree)}
+    mx.eval(flags)
+    return [name for name, finite in flags.items() if not finite.item()]
 
 
 class _Recorder(nn.Module):
@@ -57,7 +60,7 @@ def describe_nonfinite(model: nn.Module, batches: list[mx.array], grads: Tree, d
         dtype: of the forward pass: float16 overflows where float32 does not.
     """
     params = model.parameters()
-    if bad := _bad(params):
+    if bad := nonfinite_arrays(params):
         return f"the first bad parameter is {bad[0]}"
     model.update(cast_floats(params, dtype))
     try:
@@ -66,7 +69,7 @@ def describe_nonfinite(model: nn.Module, batches: list[mx.array], grads: Tree, d
                 return f"all parameters are finite; the first bad output is that of {layer}"
     finally:
         model.update(params)
-    if bad := _bad(grads):
+    if bad := nonfinite_arrays(grads):
         # The backward pass goes from the last parameter to the first and spreads what is bad on its way.
         return f"all parameters and activations are finite; the bad gradient nearest to the loss is that of {bad[-1]}"
     return "parameters, activations and gradients are finite; the sum over them overflowed"

@@ -21,17 +21,27 @@ from matplotlib.figure import Figure
 import numpy as np
 
 _MIB, _GIB = 1 << 20, 1 << 30
+_PNG_STYLE: dict[str, dict[str, Any]] = {
+    "faint": {"color": "#a9c4f0", "linewidth": 0.7},
+    "line": {"color": "#1f5fd0", "linewidth": 1.8},
+    "dots": {"color": "#c8500a", "linewidth": 1.2, "marker": "o", "markersize": 4},
+}
 
 
 @dataclass
 class Run:
     """What a run's folder says."""
 
-    name: str
+    folder: Path
     config: str
     records: list[Record]
     notices: list[str]
     facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.resolve().name
 
     def of(self, kind: str) -> list[Record]:
         """The records of one kind, in the order they were written."""
@@ -80,31 +90,14 @@ def load_run(run_dir: Path) -> Run:
     config = run_dir / "config.yaml"
     text = config.read_text("utf-8", errors="replace") if config.is_file() else ""
     notices: list[str] = []
-    run = Run(run_dir.resolve().name, text, read_metrics(log, notices.append), notices)
+    run = Run(run_dir, text, read_metrics(log, notices.append), notices)
     for record in run.of("setup"):
         run.facts.update({key: value for key, value in record.items() if key not in ("kind", "step", "time")})
     return run
 
 
-def write_loss_plot(run_dir: str | Path) -> Path:
-    """Writes ``loss.png``, 1650 x 690: loss and bits per byte over the steps, training and validation.
-
-    Raises:
-        FileNotFoundError: When the folder or its metrics.jsonl is missing.
-    """
-    return _write_loss_plot(Path(run_dir), load_run(Path(run_dir)))
-
-
-def write_report(run_dir: str | Path) -> Path:
-    """Writes ``report.html``: one file that asks for no other, whatever state the run is in.
-
-    Raises:
-        FileNotFoundError: When the folder or its metrics.jsonl is missing.
-    """
-    return _write_report(Path(run_dir), load_run(Path(run_dir)))
-
-
-def _write_loss_plot(run_dir: Path, run: Run) -> Path:
+def write_loss_plot(run: Run) -> Path:
+    """Writes ``loss.png``, 1650 x 690: loss and bits per byte over the steps, training and validation."""
     figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained", facecolor="white")
     # The font that comes with matplotlib has every Latin-1 character, and "$" starts no formula in a name.
     name = run.name.encode("latin-1", "replace").decode("latin-1")
@@ -127,18 +120,12 @@ def _write_loss_plot(run_dir: Path, run: Run) -> Path:
             axes.text(0.5, 0.5, "nothing logged yet", ha="center", transform=axes.transAxes, color="#777777")
     image = io.BytesIO()
     figure.savefig(image, format="png")
-    replace_file(run_dir / "loss.png", image.getvalue())
-    return run_dir / "loss.png"
+    replace_file(run.folder / "loss.png", image.getvalue())
+    return run.folder / "loss.png"
 
 
-_PNG_STYLE: dict[str, dict[str, Any]] = {
-    "faint": {"color": "#a9c4f0", "linewidth": 0.7},
-    "line": {"color": "#1f5fd0", "linewidth": 1.8},
-    "dots": {"color": "#c8500a", "linewidth": 1.2, "marker": "o", "markersize": 4},
-}
-
-
-def _write_report(run_dir: Path, run: Run) -> Path:
+def write_report(run: Run) -> Path:
+    """Writes ``report.html``: one file that asks for no other, whatever state the run is in."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -163,8 +150,8 @@ def _write_report(run_dir: Path, run: Run) -> Path:
         facts=[(" / ".join(path), _fact_text(value)) for path, value in _flat(run.facts)],
     )
     # A sample may hold a lone surrogate, which UTF-8 cannot.
-    replace_file(run_dir / "report.html", page.encode("utf-8", "backslashreplace"))
-    return run_dir / "report.html"
+    replace_file(run.folder / "report.html", page.encode("utf-8", "backslashreplace"))
+    return run.folder / "report.html"
 
 
 def _status(run: Run) -> str:
@@ -288,13 +275,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Write loss.png and report.html of a run anew, from its config.yaml and metrics.jsonl.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder; the run may still be going on")
-    run_dir: Path = parser.parse_args(arguments).run
     try:
-        run = load_run(run_dir)
+        run = load_run(parser.parse_args(arguments).run)
         for notice in run.notices:
             print(notice, file=sys.stderr)
-        print(_write_loss_plot(run_dir, run))
-        print(_write_report(run_dir, run))
+        print(write_loss_plot(run))
+        print(write_report(run))
     except OSError as error:
         print(error, file=sys.stderr)
         return 1

@@ -23,12 +23,10 @@ from forge_mlx.train.checkpoint import (
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.device import Placement
 from forge_mlx.train.folder import RunFolder
-from forge_mlx.train.nonfinite import describe_nonfinite
+from forge_mlx.train.nonfinite import describe_nonfinite, nonfinite_arrays
 from forge_mlx.train.outcome import NonFiniteLoss, TrainingStopped
 from forge_mlx.train.step import TrainStep, make_evaluator
 import mlx.core as mx
-
-NATS_PER_BIT = math.log(2)
 
 
 @dataclass
@@ -55,7 +53,7 @@ class Window:
     @property
     def bits_per_byte(self) -> float:
         """Mean loss in bits a byte of text."""
-        return self.nats / NATS_PER_BIT / max(self.bytes, 1)
+        return _bits_per_byte(self.nats, self.bytes)
 
 
 class Trainer:
@@ -126,9 +124,9 @@ class Trainer:
         """
         weights = dict(named_arrays(self.model.parameters()))
         moments = self.step_function.optimizer.flat_state()
-        if bad := _first_nonfinite(weights) or _first_nonfinite(moments):
+        if bad := nonfinite_arrays(weights) or nonfinite_arrays(moments):
             raise NonFiniteLoss(
-                f"step {self.step}: the update left {bad} with values that are not finite; "
+                f"step {self.step}: the update left {bad[0]} with values that are not finite; "
                 "no checkpoint was made of them."
             )
         state = RunState(self.step, self.tokens, self.seconds, self.stream.state_dict(), asdict(self.window))
@@ -140,7 +138,7 @@ class Trainer:
         return path
 
     def train_step(self) -> tuple[float, float]:
-        """One update. Returns the gradient norm and the learning rate.
+        """One update. Returns the gradient norm before clipping and AdamW's learning rate.
 
         Raises:
             NonFiniteLoss: before anything is updated.
@@ -172,14 +170,14 @@ class Trainer:
         """Validation loss (nats a token), bits per byte and the number of targets, over fixed windows."""
         loop = self.config.train
         params = self.model.trainable_parameters()
-        nats, tokens, n_bytes = 0.0, 0, 0
+        nats, tokens, num_bytes = 0.0, 0, 0
         for rows, mask in eval_batches(self.data.valid, loop.batch_size, loop.seq_len, max_tokens):
             nats += float(self.evaluate_batch(params, mx.array(rows), mx.array(mask)))
             tokens += int(mask.sum())
-            n_bytes += int((self.data.tokenizer.token_bytes[rows[:, 1:]] * mask).sum())
+            num_bytes += int((self.data.tokenizer.token_bytes[rows[:, 1:]] * mask).sum())
         return {
             "loss": nats / tokens,
-            "bits_per_byte": nats / NATS_PER_BIT / max(n_bytes, 1),
+            "bits_per_byte": _bits_per_byte(nats, num_bytes),
             "tokens": tokens,
         }
 
@@ -224,8 +222,5 @@ class Trainer:
         return prompt
 
 
-def _first_nonfinite(arrays: dict[str, mx.array]) -> str | None:
-    """Name of the first array with an infinity or NaN, None without one."""
-    finite = {name: mx.all(mx.isfinite(array)) for name, array in arrays.items()}
-    mx.eval(finite)
-    return next((name for name, flag in finite.items() if not flag.item()), None)
+def _bits_per_byte(nats: float, num_bytes: int) -> float:
+    return nats / math.log(2) / max(num_bytes, 1)

@@ -43,6 +43,14 @@ def test_glob_and_file_take_any_suffix():
 
 
 @pytest.mark.usefixtures("tree")
+def test_folder_that_a_glob_matches_is_counted():
+    listing = list_paths(["docs/*"])
+    assert names(listing) == ["docs/a.md", "docs/b.txt", "docs/x.png"]
+    assert listing.left_out == {"not a file": 1}
+    assert listing.describe_left_out() == " (1 not a file)"
+
+
+@pytest.mark.usefixtures("tree")
 def test_a_file_with_magic_characters_in_its_name_is_a_file():
     Path("a[1].txt").write_text("x")
     assert names(list_paths(["a[1].txt"])) == ["a[1].txt"]
@@ -84,6 +92,13 @@ def test_entries_that_stand_for_no_file(tree, entry, message):
     (tree / "folder" / "z.png").write_bytes(b"x")
     with pytest.raises(ValueError, match=message):
         list_paths([entry])
+
+
+def test_what_another_folder_left_out_is_not_blamed_on_an_empty_one(tree):
+    (tree / "folder").mkdir()
+    (tree / "folder" / "z.pdf").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"'folder' holds none \(1 .pdf\)"):
+        list_paths(["docs", "folder"])
 
 
 @pytest.mark.usefixtures("tree")

@@ -19,10 +19,10 @@ TOKENIZER = TokenizerConfig(vocab_size=300)
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
+def own_folder_and_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FORGE_MLX_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
 
 
 def text_of(i):
@@ -104,6 +104,16 @@ def test_facts_are_plain_and_exact():
     assert log.count("left out 1 files that are not UTF-8 (docs/latin.txt)") == 1
     assert "left out 1 documents without text" in log
     assert "source: 42 files, 1 others left out (1 .png)" in log
+
+
+def test_only_the_first_names_are_given_but_all_are_counted():
+    write_documents(40)
+    for i in range(7):
+        Path(f"docs/latin{i}.txt").write_bytes(b"caf\xe9")
+    data, log = run()
+    assert data.facts.files_not_utf8 == 7
+    names = ", ".join(f"docs/latin{i}.txt" for i in range(5))
+    assert f"left out 7 files that are not UTF-8 ({names}, ...)" in log
 
 
 def test_second_run_takes_the_cache_and_says_the_same(monkeypatch):

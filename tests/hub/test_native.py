@@ -1,4 +1,5 @@
 import json
+import resource
 import shutil
 
 from forge_mlx.data.tokenizer import Tokenizer
@@ -122,6 +123,17 @@ def test_a_damaged_tokenizer(folder):
     (folder / "tokenizer.model").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="must be a SentencePiece model"):
         load_model(folder)
+
+
+def test_a_full_disk_is_called_that(tmp_path, tokenizer):
+    # The limit on a file's size makes the kernel itself refuse the write, as a full disk does.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save_model(tmp_path, GPT(CONFIGS["llama"], seed=3), tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_weights_alone_go_into_a_model(folder, tmp_path):

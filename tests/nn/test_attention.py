@@ -37,3 +37,11 @@ def test_values_and_gradients_match_float64(queries, keys, kv_heads):
     for a, b in zip([*got, *grads], [want.detach(), *wants], strict=True):
         assert a.shape == b.shape
         assert np.abs(np.array(a) - b.numpy()).max() <= 1e-5 * b.abs().max().item()
+
+
+@pytest.mark.parametrize("queries", [3, 200])
+def test_more_queries_than_keys_are_refused(queries):
+    q, k = mx.zeros((1, 2, queries, 8)), mx.zeros((1, 2, 2, 8))
+    message = rf"\[causal_attention\] k must hold at least as many positions as q, {queries}, but got 2\."
+    with pytest.raises(ValueError, match=message):
+        causal_attention(q, k, k, scale=1.0)

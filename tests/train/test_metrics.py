@@ -22,15 +22,6 @@ def path(tmp_path):
     return tmp_path / "metrics.jsonl"
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    class Clock:
-        now = 1000.0
-
-    monkeypatch.setattr("forge_mlx.train.metrics.time.monotonic", lambda: Clock.now)
-    return Clock
-
-
 def test_records_come_back_as_written(path):
     facts = {
         "corpus": {"bytes": 10, "gzip_bits_per_byte": 2.5},
@@ -38,34 +29,28 @@ def test_records_come_back_as_written(path):
         "names": ["a", None],
     }
     with MetricsLog(path) as log:
-        log.log("setup", 0, **facts)
-        log.log("train", 1, loss=np.float32(2.5), tokens=np.int64(7), final=False)
-        log.log("sample", 1, prompt="def ", text="f():\n\u2028 \udc80 é")
+        log.log("setup", 0, time=0.0, **facts)
+        log.log("train", 1, time=3.14159, loss=np.float32(2.5), tokens=np.int64(7), final=False)
+        log.log("sample", 1, time=0.0, prompt="def ", text="f():\n\u2028 \udc80 é")
     setup, train, sample = read_metrics(path)
     assert isinstance(train["tokens"], int)
     assert {key: setup[key] for key in facts} == facts
-    assert (train["kind"], train["step"], train["loss"], train["tokens"], train["final"]) == (
-        "train",
-        1,
-        2.5,
-        7,
-        False,
-    )
+    assert train == {"kind": "train", "step": 1, "time": 3.142, "loss": 2.5, "tokens": 7, "final": False}
     assert sample["text"] == "f():\n\u2028 \udc80 é"
     assert len(path.read_text("ascii").splitlines()) == 3
 
 
 def test_each_record_is_on_disk_at_once(path):
     log = MetricsLog(path)
-    log.log("train", 1, loss=1.0)
+    log.log("train", 1, time=0.0, loss=1.0)
     assert _steps(path) == [("train", 1)]
     log.close()
 
 
 def test_nonfinite_values_are_strict_json_and_come_back(path):
     with MetricsLog(path) as log:
-        log.log("train", 3, loss=math.nan, grad_norm=math.inf, lr=0.1, **{"a/b~": -math.inf})
-        log.log("setup", 3, corpus={"sizes": [1, math.nan]})
+        log.log("train", 3, time=0.0, loss=math.nan, grad_norm=math.inf, lr=0.1, **{"a/b~": -math.inf})
+        log.log("setup", 3, time=0.0, corpus={"sizes": [1, math.nan]})
     lines = path.read_text().splitlines()
     first = _strict_json(lines[0])
     assert first["loss"] is None
@@ -98,21 +83,21 @@ def test_nonfinite_values_are_strict_json_and_come_back(path):
 def test_a_bad_record_is_refused_and_nothing_written(path, kind, step, fields, error, message):
     with MetricsLog(path) as log:
         with pytest.raises(error, match=message):
-            log.log(kind, step, good=1, **fields)
-        log.log("train", 2)
+            log.log(kind, step, **{"time": 0.0, "good": 1, **fields})
+        log.log("train", 2, time=0.0)
     assert _steps(path) == [("train", 2)]
 
 
 def test_truncate_after_leaves_each_step_once(path):
     with MetricsLog(path) as log:
         for step in range(1, 7):
-            log.log("train", step, loss=1.0)
-        log.log("eval", 4, loss=1.0)
+            log.log("train", step, time=0.0, loss=1.0)
+        log.log("eval", 4, time=0.0, loss=1.0)
     before = path.read_bytes().splitlines()
     with MetricsLog(path) as log:
         assert log.truncate_after(4) == 2
         assert path.read_bytes().splitlines() == before[:4] + before[6:]
-        log.log("train", 5, loss=2.0)
+        log.log("train", 5, time=0.0, loss=2.0)
         assert log.truncate_after(5) == 0
     assert _steps(path) == [("train", 1), ("train", 2), ("train", 3), ("train", 4), ("eval", 4), ("train", 5)]
     assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
@@ -120,8 +105,8 @@ def test_truncate_after_leaves_each_step_once(path):
 
 def test_a_failed_truncation_leaves_the_old_log(path, monkeypatch):
     with MetricsLog(path) as log:
-        log.log("train", 1)
-        log.log("train", 2)
+        log.log("train", 1, time=0.0)
+        log.log("train", 2, time=0.0)
 
     def full(*_):
         raise OSError("no space left")
@@ -139,14 +124,14 @@ def test_a_failed_truncation_leaves_the_old_log(path, monkeypatch):
 @pytest.mark.parametrize("cut", [1, 20, -1], ids=["one byte", "half a record", "all but the brace"])
 def test_a_torn_last_line_is_dropped_with_a_notice(path, cut):
     with MetricsLog(path) as log:
-        log.log("train", 1, loss=1.0)
+        log.log("train", 1, time=0.0, loss=1.0)
     whole = path.read_bytes()
     path.write_bytes(whole + whole.rstrip(b"\n")[:cut])
     notices = []
     assert len(read_metrics(path, notices.append)) == 1
     assert "left out the last line" in notices.pop()
     with MetricsLog(path, notices.append) as log:
-        log.log("train", 2, loss=1.0)
+        log.log("train", 2, time=0.0, loss=1.0)
     assert "removed the last line" in notices.pop()
     assert _steps(path) == [("train", 1), ("train", 2)]
 
@@ -161,7 +146,7 @@ def test_a_whole_last_line_without_its_newline_is_kept(path):
     path.write_bytes(b'{"kind": "train", "step": 1, "time": 5.0}')
     assert _steps(path) == [("train", 1)]
     with MetricsLog(path) as log:
-        log.log("train", 2)
+        log.log("train", 2, time=0.0)
     assert _steps(path) == [("train", 1), ("train", 2)]
 
 
@@ -175,34 +160,6 @@ def test_broken_lines_inside_are_counted(path):
         assert log.truncate_after(1) == 0
     assert "removed 2 line(s)" in notices[0]
     assert path.read_bytes() == good + good
-
-
-def test_time_goes_on_from_the_last_record_kept(path, clock):
-    with MetricsLog(path) as log:
-        clock.now += 10
-        log.log("train", 1)
-        clock.now += 10
-        log.log("train", 2)
-    clock.now += 500
-    with MetricsLog(path) as log:
-        clock.now += 1
-        log.log("event", 2, message="resumed")
-        log.truncate_after(1)
-        clock.now += 2
-        log.log("train", 2)
-    clock.now += 500
-    with MetricsLog(path) as log:
-        clock.now += 3
-        log.log("train", 3)
-    assert [record["time"] for record in read_metrics(path)] == [10, 12, 15]
-
-
-def test_a_trainer_may_keep_the_time_itself(path, clock):
-    with MetricsLog(path) as log:
-        clock.now += 10
-        log.log("train", 1, time=3.25)
-        log.log("train", 2)
-    assert [record["time"] for record in read_metrics(path)] == [3.25, 10]
 
 
 def test_a_missing_log_is_named(path):

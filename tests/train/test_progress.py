@@ -209,7 +209,6 @@ open({str(finished)!r}, "w").close()
     assert finished.exists()
 
 
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo terminal")
 def test_other_prints_go_where_they_were_sent(tmp_path):
     script = """
 import sys

@@ -25,12 +25,13 @@ def _write_run(folder, steps=100, final=True, start_loss=9.0):
             "blas": "openblas",
             "versions": {"mlx": "0.32.4"},
         }
-        log.log("setup", 0, corpus=corpus, **facts)
+        log.log("setup", 0, time=0.0, corpus=corpus, **facts)
         for step in range(1, steps + 1):
             loss = 2 + (start_loss - 2) * math.exp(-step / 2) + 0.1 * (step % 2)
             log.log(
                 "train",
                 step,
+                time=float(step),
                 loss=loss,
                 bits_per_byte=loss / 2,
                 lr=0.001 * step,
@@ -38,12 +39,11 @@ def _write_run(folder, steps=100, final=True, start_loss=9.0):
                 tokens_per_second=15_000.0 + step,
                 tokens=1024 * step,
                 peak_memory=(1 << 30) + step,
-                seconds=0.1,
             )
             if step % 50 == 0:
-                log.log("eval", step, loss=2.25, bits_per_byte=2.0, tokens=500, final=final and step == steps)
-                log.log("sample", step, prompt="def f", text=f"def f{step}(): {NASTY}")
-        log.log("event", 50, message="resumed at step 50 from <checkpoint>")
+                log.log("eval", step, time=0.0, loss=2.25, bits_per_byte=2.0, tokens=500, final=final and step == steps)
+                log.log("sample", step, time=0.0, prompt="def f", text=f"def f{step}(): {NASTY}")
+        log.log("event", 50, time=125.0, message="resumed at step 50 from <checkpoint>")
     return folder
 
 
@@ -74,7 +74,7 @@ class _Page(HTMLParser):
 
 
 def _page(folder):
-    return _Page(write_report(folder).read_text("utf-8"))
+    return _Page(write_report(load_run(folder)).read_text("utf-8"))
 
 
 @pytest.fixture
@@ -97,7 +97,8 @@ def test_the_headline_figures_are_the_run_s(run_dir):
         "corpus / bytes 1,234,567",
         "versions / mlx 0.32.4",
         "blas openblas",
-        "step 50 0:00 resumed at step 50 from <checkpoint>",
+        "wall time 2:05 without pauses",
+        "step 50 2:05 resumed at step 50 from <checkpoint>",
     ):
         assert figure in text
 
@@ -106,8 +107,8 @@ def test_a_model_worse_than_gzip_is_called_that(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     with MetricsLog(folder / "metrics.jsonl") as log:
-        log.log("setup", 0, facts={"corpus": {"gzip_bits_per_byte": 2.0}})
-        log.log("eval", 1, loss=9.0, bits_per_byte=3.0, final=False)
+        log.log("setup", 0, time=0.0, facts={"corpus": {"gzip_bits_per_byte": 2.0}})
+        log.log("eval", 1, time=0.0, loss=9.0, bits_per_byte=3.0, final=False)
     text = _page(folder).text
     assert "50 % more bits than gzip's 2.000" in text
     assert "validation loss 9.0000 so far, at step 1" in text
@@ -126,12 +127,12 @@ def test_text_of_the_run_is_shown_literally(run_dir):
 
 def test_samples_with_odd_characters_do_not_break_the_page(run_dir):
     with MetricsLog(run_dir / "metrics.jsonl") as log:
-        log.log("sample", 101, prompt="", text="\n\n \x1b[31m \udc80 é")
+        log.log("sample", 101, time=0.0, prompt="", text="\n\n \x1b[31m \udc80 é")
     assert _page(run_dir).pre[0] == "\n\n ␛[31m \\udc80 é"
 
 
 def test_the_page_asks_for_no_other_file(run_dir):
-    text = write_report(run_dir).read_text("utf-8")
+    text = write_report(load_run(run_dir)).read_text("utf-8")
     page = _Page(text)
     loading = ("src", "href", "srcset", "action", "poster", "data", "xlink:href")
     asked = [value for _, attributes in page.tags for name, value in attributes.items() if name in loading]
@@ -156,7 +157,7 @@ def test_every_curve_is_drawn(run_dir):
 
 def test_a_value_that_is_not_finite_spoils_no_figure(run_dir):
     with MetricsLog(run_dir / "metrics.jsonl") as log:
-        log.log("train", 100, loss=math.inf, peak_memory=math.nan, tokens_per_second=math.nan)
+        log.log("train", 100, time=0.0, loss=math.inf, peak_memory=math.nan, tokens_per_second=math.nan)
     text = _page(run_dir).text
     assert "peak memory 1.00 GiB" in text
     assert "tokens/s 15.1k median" in text
@@ -165,7 +166,7 @@ def test_a_value_that_is_not_finite_spoils_no_figure(run_dir):
 
 
 def test_dark_mode_and_narrow_screens_are_served(run_dir):
-    text = write_report(run_dir).read_text("utf-8")
+    text = write_report(load_run(run_dir)).read_text("utf-8")
     light, dark = re.findall(r":root \{(.*?)\}", text, re.DOTALL)
     names = re.compile(r"--(\w+):")
     assert "prefers-color-scheme: dark" in text
@@ -180,23 +181,23 @@ def test_a_run_in_any_state_has_a_report(tmp_path, state):
     folder.mkdir()
     with MetricsLog(folder / "metrics.jsonl") as log:
         if state != "empty log":
-            log.log("setup", 0, parameters=10)
+            log.log("setup", 0, time=0.0, parameters=10)
         if state == "one step":
-            log.log("train", 1, loss=2.0, bits_per_byte=1.0, lr=0.0, grad_norm=0.0, peak_memory=0)
+            log.log("train", 1, time=0.0, loss=2.0, bits_per_byte=1.0, lr=0.0, grad_norm=0.0, peak_memory=0)
         if state == "all NaN":
             names = ("loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "peak_memory")
-            log.log("train", 1, **dict.fromkeys(names, math.nan))
-            log.log("eval", 1, loss=math.nan, bits_per_byte=math.inf, final=True)
+            log.log("train", 1, time=0.0, **dict.fromkeys(names, math.nan))
+            log.log("eval", 1, time=0.0, loss=math.nan, bits_per_byte=math.inf, final=True)
         if state == "cut off":
-            log.log("train", 7)
-            log.log("sample", 7)
-            log.log("event", 7)
-            log.log("eval", 7)
+            log.log("train", 7, time=0.0)
+            log.log("sample", 7, time=0.0)
+            log.log("event", 7, time=0.0)
+            log.log("eval", 7, time=0.0)
     if state == "torn line":
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"kind": "train", "st')
     page = _page(folder)
-    assert imread(write_loss_plot(folder)).shape[:2] == (690, 1650)
+    assert imread(write_loss_plot(load_run(folder))).shape[:2] == (690, 1650)
     assert "holds no config.yaml" in page.text
     assert ("No sample yet" in page.text) is (state != "cut off")
     assert ("no evaluation yet" in page.text) is (state not in ("all NaN", "cut off"))
@@ -205,8 +206,8 @@ def test_a_run_in_any_state_has_a_report(tmp_path, state):
 
 
 def test_files_are_replaced_whole_or_not_at_all(run_dir, monkeypatch):
-    write_report(run_dir)
-    write_loss_plot(run_dir)
+    for write in (write_report, write_loss_plot):
+        write(load_run(run_dir))
     before = {file.name: file.read_bytes() for file in run_dir.iterdir()}
     assert sorted(before) == ["config.yaml", "loss.png", "metrics.jsonl", "report.html"]
 
@@ -215,10 +216,10 @@ def test_files_are_replaced_whole_or_not_at_all(run_dir, monkeypatch):
 
     monkeypatch.setattr("forge_mlx.train.metrics.os.replace", full)
     with MetricsLog(run_dir / "metrics.jsonl") as log:
-        log.log("eval", 100, loss=1.0, bits_per_byte=1.0, final=True)
+        log.log("eval", 100, time=0.0, loss=1.0, bits_per_byte=1.0, final=True)
     for write in (write_report, write_loss_plot):
         with pytest.raises(OSError, match="no space left"):
-            write(run_dir)
+            write(load_run(run_dir))
     after = {file.name: file.read_bytes() for file in run_dir.iterdir()}
     del before["metrics.jsonl"], after["metrics.jsonl"]
     assert after == before
@@ -226,7 +227,7 @@ def test_files_are_replaced_whole_or_not_at_all(run_dir, monkeypatch):
 
 def test_the_plot_shows_three_lines_and_takes_any_name(tmp_path):
     folder = _write_run(tmp_path / "a $x_$ 中 run")
-    pixels = np.round(255 * imread(write_loss_plot(folder))[..., :3]).astype(int).reshape(-1, 3)
+    pixels = np.round(255 * imread(write_loss_plot(load_run(folder)))[..., :3]).astype(int).reshape(-1, 3)
     for colour in ((0x1F, 0x5F, 0xD0), (0xC8, 0x50, 0x0A), (0x55, 0x55, 0x55)):
         assert (pixels == colour).all(axis=1).sum() > 400
     assert "a $x_$ 中 run" in _page(folder).text
@@ -264,7 +265,7 @@ def test_the_command_has_help():
 
 def test_later_setup_facts_replace_earlier_ones(run_dir):
     with MetricsLog(run_dir / "metrics.jsonl") as log:
-        log.log("setup", 100, blas="mkl")
+        log.log("setup", 100, time=0.0, blas="mkl")
     run = load_run(run_dir)
     assert run.fact("blas") == "mkl"
     assert run.fact("gzip_bits_per_byte") == 2.5

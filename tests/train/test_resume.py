@@ -4,12 +4,14 @@ from collections.abc import Callable
 import functools
 import json
 from pathlib import Path
+import shutil
 import signal
 import time
 
 from forge_mlx.train.folder import RunFolder, RunFolderError
 from forge_mlx.train.load import load_config
 from forge_mlx.train.loop import train
+from forge_mlx.train.metrics import read_metrics
 from forge_mlx.train.trainer import Trainer
 import pytest
 from tiny_run import arrays, command, events, records, run_command, tiny_config, tree, write_config, write_corpus
@@ -200,6 +202,9 @@ def test_finished_run_with_more_steps_goes_on(tmp_path: Path) -> None:
     assert "resumed at step 9; changed train.steps: 9 -> 12" in events(run)
     assert [r["step"] for r in records(run, "train")] == [2, 4, 6, 8, 9, 10, 12]
     assert [r["step"] for r in records(run, "eval") if r["final"]] == [9, 12]
+    log = read_metrics(run / "metrics.jsonl")
+    trained = next(r["time"] for r in log if r["kind"] == "train" and r["step"] == 9)
+    assert [r["time"] for r in log if r["kind"] == "setup"][-1] >= trained
     assert load_config(run / "config.yaml").train.steps == 12
     assert arrays(run / "final/model.safetensors") == arrays(run / "checkpoints/step-00000012/model.safetensors")
 
@@ -268,6 +273,28 @@ def test_changed_fixed_keys_are_refused_and_nothing_changes(tmp_path: Path) -> N
     for way_out in ("Put the old values back", "run.dir=...", "run.resume=never"):
         assert way_out in message
     assert tree(tmp_path / "run") == before
+
+
+def test_run_that_ended_before_its_first_checkpoint_may_change_every_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was out of memory in its first step does with a smaller batch."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", _fail)
+        with pytest.raises(_NotExpectedError):
+            train(tiny_config(tmp_path), log=_ignore)
+    train(tiny_config(tmp_path, train__batch_size=1, model__num_layers=1, train__steps=3), log=_ignore)
+    run = tmp_path / "run"
+    config = load_config(run / "config.yaml")
+    assert (config.train.batch_size, config.model.num_layers) == (1, 1)
+    assert [r["step"] for r in records(run, "train")] == [2, 3]
+
+
+def test_finished_run_whose_checkpoints_were_deleted_refuses_another_model(tmp_path: Path) -> None:
+    train(tiny_config(tmp_path, train__steps=3), log=_ignore)
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    with pytest.raises(RunFolderError, match=r"model\.num_layers: 2 -> 1"):
+        train(tiny_config(tmp_path, train__steps=3, model__num_layers=1), log=_ignore)
 
 
 def test_changed_corpus_is_refused_and_nothing_changes(tmp_path: Path) -> None:

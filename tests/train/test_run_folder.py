@@ -1,10 +1,12 @@
-from collections.abc import Callable
 import fcntl
 import os
 from pathlib import Path
+import re
 
 from forge_mlx.train.checkpoint import CheckpointFormatError, RunState, save_checkpoint
 from forge_mlx.train.folder import RunFolder, RunFolderError
+from forge_mlx.train.load import load_config
+from forge_mlx.train.metrics import replace_file
 import mlx.core as mx
 import pytest
 from tiny_run import tiny_config, tree
@@ -76,13 +78,13 @@ def _no_permission(path: Path, **_options: object) -> None:
     raise PermissionError(13, "Permission denied", str(path))
 
 
-def test_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["thesis.tex", "config.yaml"])
+def test_folder_with_other_files_is_refused(tmp_path: Path, name: str) -> None:
     """A config.yaml that its user wrote is such a file: the run's own would overwrite it."""
-    for name in ("thesis.tex", "config.yaml"):
-        (tmp_path / "mine").mkdir(exist_ok=True)
-        (tmp_path / "mine" / name).write_text("mine", encoding="utf-8")
-        with pytest.raises(RunFolderError, match=rf"holds other files, such as .*{name}|such as config\.yaml"):
-            RunFolder(tmp_path / "mine").check_usable(tiny_config(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / name).write_text("mine", encoding="utf-8")
+    with pytest.raises(RunFolderError, match=rf"holds other files, such as {name}\. Choose another folder"):
+        RunFolder(tmp_path / "mine").check_usable(tiny_config(tmp_path))
 
 
 def test_leftovers_of_a_start_that_was_killed_and_hidden_files_do_not_count(tmp_path: Path) -> None:
@@ -209,6 +211,21 @@ def test_values_that_the_trainer_fills_in_are_no_change(tmp_path: Path) -> None:
         folder.changed_keys(tiny_config(tmp_path, model__vocab_size=400, data__tokenizer={"vocab_size": 400}))
 
 
+def test_written_config_lets_the_next_start_go_on(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for resume in ("never", "must", "auto"):
+        folder.write_config(tiny_config(tmp_path, run__resume=resume))
+        assert load_config(folder.config_file).run.resume == "auto"
+
+
+def test_results_are_a_checkpoint_or_a_final_model(tmp_path: Path) -> None:
+    for name, result in (("checkpoint", "checkpoints/step-00000001"), ("model", "final")):
+        folder = _started(tmp_path / name, tmp_path)
+        assert not folder.has_results
+        (folder.path / result).mkdir(parents=True)
+        assert folder.has_results
+
+
 def test_newest_checkpoint_is_taken(tmp_path: Path) -> None:
     folder = _started(tmp_path / "run", tmp_path)
     assert folder.latest() == (None, [])
@@ -261,15 +278,22 @@ def test_checkpoint_of_another_version_is_not_passed_over(tmp_path: Path) -> Non
         folder.latest()
 
 
-def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_leftovers_are_removed_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _started(tmp_path / "run", tmp_path)
     _checkpoint(folder, 1)
     before = tree(folder.path)
     for name in (".unfinished-final", "checkpoints/.unfinished-step-00000002"):
         (folder.path / name).mkdir()
         (folder.path / name / "model.safetensors").touch()
-    for name in (".unfinished-config.yaml", ".metrics.jsonl.12.tmp", ".loss.png.12.tmp", ".report.html.12.tmp"):
-        (folder.path / name).touch()
+    # The names that a process killed right before it renames a file leaves.
+    left: list[Path] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda source, _target: left.append(Path(source)))
+        folder.write_config(tiny_config(tmp_path))
+        replace_file(folder.metrics_file, b"")
+    for path in left:
+        path.touch()
+    assert len(left) == 2
     folder.remove_unfinished()
     assert tree(folder.path) == before
 
@@ -290,13 +314,8 @@ def _half_a_dump(_config: object, path: Path) -> None:
 
 
 def test_paths_are_those_that_readme_names(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     folder = RunFolder(tmp_path)
-    names: dict[str, Callable[[RunFolder], Path]] = {
-        "config.yaml": lambda f: f.config_file,
-        "metrics.jsonl": lambda f: f.metrics_file,
-        "checkpoints": lambda f: f.checkpoints,
-        "final": lambda f: f.final,
-        "tokenizer.model": lambda f: f.tokenizer_file,
-    }
-    for name, path in names.items():
-        assert path(folder) == tmp_path / name
+    for path in (folder.config_file, folder.metrics_file, folder.checkpoints, folder.final):
+        assert path.parent == tmp_path
+        assert re.search(rf"^  {re.escape(path.name)}/? ", readme, re.MULTILINE), path.name

@@ -58,7 +58,7 @@ def test_a_run_ends_with_a_sample_the_result_and_what_to_do_next(finished):
         f"validation: {final['loss']:.4f} nats a token, {final['bits_per_byte']:.4f} bits per byte",
         f"report:     {run / 'report.html'}",
         f"model:      {run / 'final'}",
-        f"next:       python -m forge_mlx.generate '{run}' --prompt \"def main(\"",
+        f"next:       {sys.executable} -m forge_mlx.generate '{run}' --prompt \"def main(\"",
         "            or copy the config, set data.source to your own text and train on that",
     ]
     for name in ("report.html", "final/model.safetensors"):
