@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 import sys
 
+from forge_mlx._console import print_what_fits
 from forge_mlx.data.tokenizer import StreamDecoder, Tokenizer
 from forge_mlx.hub.native import ModelFolderError, load_model, load_weights
 from forge_mlx.models.gpt import GPT
@@ -15,7 +16,7 @@ from forge_mlx.train.load import load_config
 
 
 def open_model(path: Path) -> tuple[GPT, Tokenizer, Path]:
-    """Load a model folder, or of a run folder the final model, else its newest checkpoint.
+    """Load a model folder, one checkpoint, or of a run folder the final model, else its newest checkpoint.
 
     Returns:
         the model in evaluation mode, its tokenizer, and the folder the weights came from.
@@ -27,16 +28,23 @@ def open_model(path: Path) -> tuple[GPT, Tokenizer, Path]:
         raise ModelFolderError(f"{path}: there is no such folder.")
     if (path / "config.json").is_file():
         return *load_model(path), path
+    if (path / "state.json").is_file():
+        return _open_checkpoint(RunFolder(path.resolve().parent.parent), path)
     run = RunFolder(path)
     if run.final.is_dir():
         return *load_model(run.final), run.final
     checkpoints = list_checkpoints(run.checkpoints)
     if not run.started or not checkpoints:
         raise ModelFolderError(f"{path}: is neither a model folder nor a run folder with a checkpoint.")
+    return _open_checkpoint(run, checkpoints[-1])
+
+
+def _open_checkpoint(run: RunFolder, checkpoint: Path) -> tuple[GPT, Tokenizer, Path]:
+    """A checkpoint holds the weights; the run's folder has the rest."""
     model = GPT(load_config(run.config_file).model)
-    load_weights(model, checkpoints[-1] / "model.safetensors")
+    load_weights(model, checkpoint / "model.safetensors")
     model.eval()
-    return model, Tokenizer.load(run.tokenizer_file), checkpoints[-1]
+    return model, Tokenizer.load(run.tokenizer_file), checkpoint
 
 
 def stream_text(
@@ -66,7 +74,9 @@ def stream_text(
     """
     if max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1 but got {max_tokens}.")
-    tokens = [tokenizer.end_id, *tokenizer.encode(prompt)]
+    # Without a prompt, the end token: what follows it is the start of a document. A prompt may come from anywhere in
+    # a text, as the rows of training do.
+    tokens = tokenizer.encode(prompt) or [tokenizer.end_id]
     limit = model.config.max_seq_len
     if len(tokens) + max_tokens > limit:
         size = f"{len(tokens)} tokens of prompt and {max_tokens} of text"
@@ -91,8 +101,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m forge_mlx.generate", description="Continue a prompt with a trained model."
     )
-    parser.add_argument("model", type=Path, help="a run's folder, or a model folder such as RUN/final")
-    parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
+    parser.add_argument("model", type=Path, help="a run's folder, a model folder such as RUN/final, or a checkpoint")
+    parser.add_argument(
+        "--prompt",
+        default="",
+        help="text to continue (default: the start of a document; a model of few documents needs a prompt)",
+    )
     parser.add_argument("--max-tokens", type=int, default=200, help="most tokens to write (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0: all)")
@@ -111,6 +125,7 @@ def _to_stderr(line: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     options = _parser().parse_args(arguments)
+    print_what_fits()
     try:
         sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
         model, tokenizer, source = open_model(options.model)
@@ -119,9 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         _to_stderr(f"[{source}]")
         print(options.prompt, end="", flush=True)
+        written = False
         for piece in pieces:
             print(piece, end="", flush=True)
+            written = written or bool(piece)
         print()
+        if not written:
+            _to_stderr("the model ended the text at once; another --prompt or --temperature may help")
         return 0
     except BrokenPipeError:
         # The reader has had enough, as `head` does.

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import metadata
 import json
 import os
@@ -200,4 +201,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # The reader may have had enough, as `head` does.
+    with suppress(BrokenPipeError):
+        main()

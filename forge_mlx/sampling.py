@@ -103,8 +103,10 @@ def generate_tokens(
         use_cache: False reads the whole text again for every token: slow, the check on the cache.
 
     Raises:
-        ValueError: the prompt is empty.
+        ValueError: the prompt is empty, or the seed is not in [0, 2^63).
     """
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"[generate_tokens] seed must lie in [0, 2^63) but got {seed}.")
     if not prompt:
         raise ValueError("[generate_tokens] prompt must hold at least one token but got none.")
     key = mx.random.key(seed)

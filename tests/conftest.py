@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import os
+import signal
 
 # On an NVIDIA GPU MLX rounds float32 products to TF32, 10 bits, unless this is set before it starts.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
@@ -17,3 +18,11 @@ def cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FORGE_MLX_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_act() -> None:
+    """Started by nohup or in the background of a script, the tests' own processes would inherit ignored signals."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)

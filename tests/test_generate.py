@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 import shutil
 import subprocess
@@ -134,7 +135,7 @@ def test_settings_outside_their_range_are_errors(trained, command):
 
 def test_learned_positions_end(trained, tmp_path, command):
     folder = model_folder(tmp_path / "learned", trained, position="learned")
-    tokens = len(Tokenizer.load(trained / "tokenizer.model").encode("def größe")) + 1
+    tokens = len(Tokenizer.load(trained / "tokenizer.model").encode("def größe"))
     fits = 32 - tokens
     assert command(folder, "--prompt", "def größe", "--max-tokens", fits)[0] == 0
     assert command(folder, "--prompt", "def größe", "--max-tokens", fits + 1) == (
@@ -153,7 +154,7 @@ def test_other_positions_go_on_with_one_warning(trained, tmp_path, command, posi
     folder = model_folder(tmp_path / position, trained, position=position)
     status, out, err = command(folder, "--prompt", "def ", "--max-tokens", 60, "--temperature", 2.0, "--top-p", 1)
     assert status == 0
-    tokens = len(Tokenizer.load(trained / "tokenizer.model").encode("def ")) + 1
+    tokens = len(Tokenizer.load(trained / "tokenizer.model").encode("def "))
     assert err.splitlines() == [
         f"warning: {tokens} tokens of prompt and 60 of text may exceed the 32 tokens that the model was trained on; "
         "quality falls there",
@@ -228,3 +229,50 @@ def test_open_model_says_which_folder(trained):
     assert open_model(trained / "final")[2] == trained / "final"
     with pytest.raises(ModelFolderError):
         open_model(trained / "checkpoints")
+
+
+def test_seed_outside_its_range_is_an_error(trained, command):
+    for seed in (-1, 2**63):
+        status, _, err = command(trained, "--prompt", "def ", "--seed", seed)
+        assert status == 2
+        assert err.endswith(f"error: [generate_tokens] seed must lie in [0, 2^63) but got {seed}.\n")
+
+
+def test_one_checkpoint_can_be_named(run, command):
+    checkpoint = run / "checkpoints" / "step-00000002"
+    status, _, err = command(checkpoint, "--prompt", "def ", "--max-tokens", 5)
+    assert (status, err) == (0, f"[{checkpoint}]\n")
+
+
+def test_text_that_ends_at_once_is_said_to(trained, command, monkeypatch):
+    monkeypatch.setattr("forge_mlx.generate.generate_tokens", lambda *_args, **_options: iter(()))
+    status, out, err = command(trained, "--prompt", "def ")
+    assert (status, out) == (0, "def \n")
+    assert err.splitlines()[-1].startswith("the model ended the text at once")
+
+
+def test_prompt_stands_alone_and_nothing_is_the_end_token(trained):
+    tokenizer = Tokenizer.load(trained / "tokenizer.model")
+    seen = []
+
+    class Listening:
+        config = SimpleNamespace(max_seq_len=1000, position="rope")
+
+        def make_cache(self):
+            return []
+
+        def __call__(self, tokens, **_cache):
+            seen.append(tokens.tolist()[0])
+            return mx.zeros((1, tokens.shape[1], tokenizer.vocab_size))
+
+    for prompt in ("def ", ""):
+        list(stream_text(Listening(), tokenizer, prompt, Sampler(), 1, 0, warn=lambda _: None))
+    assert seen == [tokenizer.encode("def "), [tokenizer.end_id]]
+
+
+def test_output_that_cannot_hold_a_character_replaces_it(trained):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    arguments = [sys.executable, "-m", "forge_mlx.generate", str(trained), "--prompt", "größe", "--max-tokens", "3"]
+    done = subprocess.run(arguments, env=environment, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"gr??e")

@@ -10,6 +10,7 @@ from typing import Any
 import zlib
 
 from forge_mlx._cache import cache_dir
+from forge_mlx._text import count, size
 from forge_mlx.data.cache import (
     DamagedCacheError,
     TokenFile,
@@ -107,12 +108,18 @@ def prepare(config: DataConfig, *, log: Callable[[str], None]) -> PreparedData:
     listing, split_at = list_files(config, log)
     sources = Sources(config, listing, split_at)
     corpus_key = _corpus_key(config, listing, split_at)
-    tokenizer = _get_tokenizer(config, sources, corpus_key, log)
-    folder = cache_dir() / "data" / f"tokens-{_hash(corpus_key, tokenizer.fingerprint)}"
-    from_cache = True
-    while (found := _open_tokens(folder, log)) is None:
-        from_cache = False
-        _build_tokens(folder, sources, tokenizer, log)
+    try:
+        tokenizer = _get_tokenizer(config, sources, corpus_key, log)
+        folder = cache_dir() / "data" / f"tokens-{_hash(corpus_key, tokenizer.fingerprint)}"
+        from_cache = True
+        while (found := _open_tokens(folder, log)) is None:
+            from_cache = False
+            _build_tokens(folder, sources, tokenizer, log)
+    except OSError as error:
+        # Sources that cannot be read are ValueErrors.
+        raise OSError(
+            f"[data] the cache folder must be writable but got: {error}. FORGE_MLX_CACHE=/path names another."
+        ) from error
     train, valid, stored = found
     not_utf8 = [listing[index].name for index in stored["not_utf8"]]
     facts = DataFacts(
@@ -241,8 +248,8 @@ def _build_tokens(folder: Path, sources: Sources, tokenizer: Tokenizer, log: Cal
             "bytes_per_token": valid.num_bytes / max(valid.num_tokens - valid.num_documents, 1),
         }
         write_json(temporary / "facts.json", stored)
-    megabytes = sum(writer.num_bytes for writer in writers.values()) / 1e6
-    log(f"tokenised {megabytes:.1f} MB in {time.monotonic() - started:.1f} s")
+    total = sum(writer.num_bytes for writer in writers.values())
+    log(f"tokenised {size(total)} in {time.monotonic() - started:.1f} s")
 
 
 def _write_tokens(sources: Sources, tokenizer: Tokenizer, writers: dict[Split, TokenWriter]) -> float:
@@ -289,13 +296,13 @@ def _require_both_splits(writers: dict[Split, TokenWriter]) -> None:
 def _log_facts(facts: DataFacts, log: Callable[[str], None]) -> None:
     if facts.files_not_utf8:
         names = some_names(facts.names_not_utf8, facts.files_not_utf8)
-        log(f"left out {facts.files_not_utf8} files that are not UTF-8{names}")
+        log(f"left out as not UTF-8: {count(facts.files_not_utf8, 'file')}{names}")
     if facts.empty_documents:
-        log(f"left out {facts.empty_documents} documents without text")
+        log(f"left out as empty: {count(facts.empty_documents, 'document')}")
     log(
-        f"data: {facts.train_tokens:,} tokens to train on ({facts.train_documents} documents, "
-        f"{facts.train_bytes / 1e6:.1f} MB), {facts.valid_tokens:,} to validate ({facts.valid_documents}, "
-        f"{facts.valid_bytes / 1e6:.1f} MB; gzip -9: {facts.gzip_bits_per_byte:.2f} bits per byte), "
+        f"data: {facts.train_tokens:,} tokens to train on ({count(facts.train_documents, 'document')}, "
+        f"{size(facts.train_bytes)}), {facts.valid_tokens:,} to validate ({count(facts.valid_documents, 'document')}, "
+        f"{size(facts.valid_bytes)}; gzip -9: {facts.gzip_bits_per_byte:.2f} bits per byte), "
         f"{'from the cache' if facts.from_cache else 'built'} in {facts.seconds:.1f} s"
     )
 

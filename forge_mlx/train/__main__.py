@@ -6,6 +6,7 @@ from pathlib import Path
 import shlex
 import sys
 
+from forge_mlx._console import print_what_fits
 from forge_mlx.train.dry_run import describe_run
 from forge_mlx.train.load import load_config
 from forge_mlx.train.loop import Interrupted, Outcome, TrainingStopped, train
@@ -20,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
         "command is given again.",
         epilog="Example: python -m forge_mlx.train models/configs/quickstart.yaml optim.lr=1e-3 run.dir=runs/mine",
     )
-    parser.add_argument("config", type=Path, help="YAML file; models/configs holds examples")
+    parser.add_argument("config", type=Path, nargs="?", help="YAML file; models/configs holds examples")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
     parser.add_argument(
         "--dry-run",
@@ -50,7 +51,11 @@ def _print_outcome(outcome: Outcome) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0 done, 1 failed, 2 bad input, 128 + signal when interrupted."""
-    options = _parser().parse_intermixed_args(arguments)
+    parser = _parser()
+    options = parser.parse_intermixed_args(arguments)
+    if options.config is None:
+        parser.error("name a config, such as models/configs/quickstart.yaml")
+    print_what_fits()
     try:
         config = load_config(options.config, options.overrides)
         if options.dry_run:
@@ -65,6 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {stopped}", file=sys.stderr)
         return 1
     except RuntimeError as error:
+        if "Compile::eval_cpu" in str(error):
+            print(f"error: MLX could not compile for the CPU: {str(error).splitlines()[0]}", file=sys.stderr)
+            print("TMPDIR=/path names another folder for it; MLX_DISABLE_COMPILE=1 does without.", file=sys.stderr)
+            return 1
         # MLX has no exception of its own for this, on any of its devices.
         if "memory" not in str(error).lower() and "alloc" not in str(error).lower():
             raise

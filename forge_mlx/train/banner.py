@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+import os
 from typing import Any
 
 from forge_mlx.blas import blas_choice
@@ -29,8 +30,21 @@ def log_path(placement: Placement, data: DataConfig, log: Callable[[str], None])
                 "WARNING: MLX's own BLAS multiplies 20 to 50 times slower than a good one. "
                 'pip install "forge-mlx[cpu]" brings one.'
             )
+        if hint := _busy_hint():
+            log(hint)
     log("attention: mx.fast.scaled_dot_product_attention, causal: the one path so far")
     log(f"packing: {data.packing} ({PACKING[data.packing]})")
+
+
+def _busy_hint() -> str | None:
+    """A BLAS that splits its work evenly waits for the core that other programs keep busy: by up to ten times."""
+    cores, load = os.cpu_count() or 1, os.getloadavg()[0]
+    if "OPENBLAS_NUM_THREADS" in os.environ or load < cores / 2:
+        return None
+    return (
+        f"load: other programs keep about {load:.1f} of {cores} cores busy; OPENBLAS_NUM_THREADS=1 is then often many "
+        "times faster"
+    )
 
 
 def log_model(trainer: Trainer, log: Callable[[str], None]) -> None:

@@ -1,8 +1,10 @@
-"""``--dry-run``: what a config would train, without data or a training step."""
+"""``--dry-run``: what a config would train, without reading the data or a training step."""
 
 from dataclasses import asdict
 from pathlib import Path
 
+from forge_mlx._text import count, size
+from forge_mlx.data.sources import list_files
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.models.gpt import GPT
 from forge_mlx.nn.parameters import named_arrays
@@ -12,7 +14,6 @@ from forge_mlx.train.memory import estimate_memory
 from rich.console import Console
 from rich.table import Table
 
-MIB = 2**20
 _INDENT = 15
 
 
@@ -20,10 +21,12 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
     """Print parameter shapes and counts, tokens and FLOPs a step, and the estimated peak memory.
 
     Raises:
-        ValueError: ``model.vocab_size`` is not that of the given tokenizer, or there is no such device.
+        ValueError: ``model.vocab_size`` is not that of the given tokenizer, a data path does not exist, or there is
+            no such device.
     """
     console = console or Console(highlight=False)
     placement = choose_placement(config.run)
+    list_files(config.data, log=console.print)
     tokenizer = config.data.tokenizer
     config = config.with_vocab_size(
         Tokenizer.load(Path(tokenizer.path)).vocab_size if tokenizer.path else tokenizer.vocab_size
@@ -37,7 +40,7 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
     memory = estimate_memory(
         config.model, config.optim, total, loop.batch_size, loop.seq_len, placement.dtype_name, loop.accumulate
     )
-    parts = [f"{name} {size / MIB:,.0f}" for name, size in asdict(memory).items()]
+    parts = [f"{name} {size(num_bytes)}" for name, num_bytes in asdict(memory).items()]
     passes = f"{loop.accumulate} pass{'' if loop.accumulate == 1 else 'es'}"
     lines = {
         "device": placement.device.type.name,
@@ -46,7 +49,7 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
         "tokens a step": f"{step_tokens:,} = {loop.batch_size} rows x {loop.seq_len} tokens x {passes}",
         "tokens in all": f"{step_tokens * steps:,} in {steps:,} steps",
         "FLOPs": f"{flops:.3g} a step, {flops * steps:.3g} in all",
-        "memory": f"about {memory.total / MIB:,.0f} MiB at the peak of a step; not all at once:",
+        "memory": f"about {size(memory.total)} at the peak of a step; not all at once:",
         "": ", ".join(parts[:3]) + ",\n" + " " * _INDENT + ", ".join(parts[3:]),
         "run folder": f"{config.run.dir}{' (exists)' if config.run.dir.exists() else ''}",
     }
@@ -56,8 +59,7 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
 
 def _shape_table(model: GPT) -> Table:
     """One row a parameter; the layers are alike, so the first stands for all."""
-    count = len(model.layers)
-    table = Table(title=f"parameters ({count} layers; layers.0 stands for each)")
+    table = Table(title=f"parameters ({count(len(model.layers), 'layer')}; layers.0 stands for each)")
     for column in ("name", "shape", "elements"):
         table.add_column(column, justify="left" if column == "name" else "right")
     for name, array in named_arrays(model.parameters()):

@@ -128,6 +128,18 @@ class RunFolder:
                 f"{min(others)}. Choose another folder."
             )
 
+    def require_way_on(self) -> None:
+        """Refuse to begin anew over a final model whose checkpoints are gone.
+
+        Raises:
+            RunFolderError: as said.
+        """
+        if self.final.is_dir() and not list_checkpoints(self.checkpoints):
+            raise RunFolderError(
+                f"{self.path}: holds a final model but no checkpoint to go on from. Choose another run.dir, or start "
+                "anew (run.resume=never keeps this run under another name)."
+            )
+
     def set_aside(self) -> Path | None:
         """Rename the folder of an earlier run to the first free ``NAME-before-N`` beside it.
 

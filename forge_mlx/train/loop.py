@@ -62,6 +62,8 @@ def _start(config: TrainConfig, folder: RunFolder, stop: StopSignals, log: Log) 
         if folder.started and not anew and (outcome := finished_outcome(folder, config, log)):
             _say_finished(folder, changed, log)
             return outcome
+        if not anew:
+            folder.require_way_on()
         log_path(placement, config.data, log)
         data = prepare(config.data, log=log)
         trainer = Trainer(config.with_vocab_size(data.tokenizer.vocab_size), placement, data, folder)
@@ -140,7 +142,7 @@ def _run_loop(trainer: Trainer, metrics: MetricsLog, bar: Progress, stop: StopSi
             bar.line(_eval_line(step, result))
         if _due(step, loop.sample_every) and not last:
             text = trainer.sample()
-            metrics.log("sample", step, time=trainer.seconds, prompt=loop.sample_prompt, text=text)
+            metrics.log("sample", step, time=trainer.seconds, prompt=trainer.prompt_text, text=text)
             bar.line(f"step {step}: sample: {text!r}")
         if _due(step, loop.checkpoint_every) or last or stop.received is not None:
             trainer.save()
@@ -180,10 +182,10 @@ def _finish(trainer: Trainer, metrics: MetricsLog, log: Log) -> Outcome:
     trainer.save_final()
     # A start that was killed between these two lines has written the sample already.
     if not any(r["kind"] == "sample" and r["step"] == step for r in read_metrics(trainer.folder.metrics_file, log)):
-        metrics.log("sample", step, time=trainer.seconds, prompt=loop.sample_prompt, text=sample)
+        metrics.log("sample", step, time=trainer.seconds, prompt=trainer.prompt_text, text=sample)
     metrics.log("eval", step, time=trainer.seconds, final=True, **result)
     log(_eval_line(step, result) + f" ({int(result['tokens']):,} tokens)")
-    return Outcome(result["loss"], result["bits_per_byte"], loop.sample_prompt + sample, trainer.folder.path)
+    return Outcome(result["loss"], result["bits_per_byte"], trainer.prompt_text + sample, trainer.folder.path)
 
 
 def _restore(trainer: Trainer, changed: list[str]) -> list[str]:

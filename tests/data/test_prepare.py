@@ -101,8 +101,8 @@ def test_facts_are_plain_and_exact():
         "vocab_size": 300,
         "from_cache": False,
     }
-    assert log.count("left out 1 files that are not UTF-8 (docs/latin.txt)") == 1
-    assert "left out 1 documents without text" in log
+    assert log.count("left out as not UTF-8: 1 file (docs/latin.txt)") == 1
+    assert "left out as empty: 1 document" in log
     assert "source: 42 files, 1 others left out (1 .png)" in log
 
 
@@ -113,7 +113,7 @@ def test_only_the_first_names_are_given_but_all_are_counted():
     data, log = run()
     assert data.facts.files_not_utf8 == 7
     names = ", ".join(f"docs/latin{i}.txt" for i in range(5))
-    assert f"left out 7 files that are not UTF-8 ({names}, ...)" in log
+    assert f"left out as not UTF-8: 7 files ({names}, ...)" in log
 
 
 def test_second_run_takes_the_cache_and_says_the_same(monkeypatch):
@@ -127,11 +127,11 @@ def test_second_run_takes_the_cache_and_says_the_same(monkeypatch):
     assert dataclasses.replace(second.facts, from_cache=False, seconds=0) == dataclasses.replace(first.facts, seconds=0)
     assert second.train.fingerprint == first.train.fingerprint
     assert second.tokenizer.fingerprint == first.tokenizer.fingerprint
-    assert "left out 1 files that are not UTF-8 (docs/latin.txt)" in log
+    assert "left out as not UTF-8: 1 file (docs/latin.txt)" in log
     os.rename("docs", "elsewhere")
     moved, log = run("elsewhere")
     assert moved.facts.from_cache
-    assert "left out 1 files that are not UTF-8 (elsewhere/latin.txt)" in log
+    assert "left out as not UTF-8: 1 file (elsewhere/latin.txt)" in log
 
 
 def change_file():
@@ -394,3 +394,14 @@ print(peak() - before, data.train.num_bytes + data.valid.num_bytes)
     growth *= 1 if sys.platform == "darwin" else 1024
     assert num_bytes == path.stat().st_size > 35_000_000
     assert growth < num_bytes / 2
+
+
+def test_cache_that_cannot_be_written_names_the_variable(tmp_path, monkeypatch):
+    write_documents(40)
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    monkeypatch.setenv("FORGE_MLX_CACHE", str(blocked))
+    with pytest.raises(
+        OSError, match=r"\[data\] the cache folder must be writable .* FORGE_MLX_CACHE=/path names another"
+    ):
+        run()

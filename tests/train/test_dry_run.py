@@ -57,8 +57,8 @@ def test_says_what_would_be_trained(tmp_path):
     flops = (6 * (3 * (4 * 192**2 + 2 * 192 * 768) + 2048 * 192) + 6 * 3 * 192 * 257) * 4096
     assert facts[5] == f"FLOPs:         {flops:.3g} a step, {flops * 450:.3g} in all"
     assert facts[6].startswith("memory:        about ")
-    assert facts[7] == "               weights 13, gradients 13, optimizer 13,"
-    assert facts[8].startswith("               activations 128, logits 48")
+    assert facts[7] == "               weights 13.8 MB, gradients 13.8 MB, optimizer 13.8 MB,"
+    assert facts[8].startswith("               activations 133.7 MB, logits 50.3 MB")
     assert facts[9] == f"run folder:    {tmp_path / 'run'}"
 
 
@@ -139,3 +139,8 @@ def test_half_precision_halves_the_activations_only():
     full, half = (estimate_memory(config, OptimConfig(), 10**6, 2, 64, d) for d in ("float32", "bfloat16"))
     assert half.activations * 2 == full.activations
     assert (half.weights, half.optimizer, half.logits) == (full.weights, full.optimizer, full.logits)
+
+
+def test_missing_data_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere\.txt"):
+        described(small(tmp_path, f"data.source={tmp_path / 'nowhere.txt'}"))

@@ -4,6 +4,7 @@ import math
 import os
 from pathlib import Path
 import re
+import shutil
 import signal
 import time
 from typing import Any
@@ -16,7 +17,7 @@ from forge_mlx.train.banner import log_path
 from forge_mlx.train.checkpoint import load_checkpoint, save_checkpoint
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.device import choose_placement
-from forge_mlx.train.folder import RunFolder
+from forge_mlx.train.folder import RunFolder, RunFolderError
 from forge_mlx.train.load import load_config
 from forge_mlx.train.loop import Interrupted, NonFiniteLoss, TrainingStopped, train
 from forge_mlx.train.metrics import MetricsLog, read_metrics
@@ -496,3 +497,43 @@ def _interrupted_in(step: int, train_step: Any) -> Any:
         return norm_and_rate
 
     return interrupted
+
+
+def test_longer_run_without_its_checkpoints_keeps_the_final_model(tmp_path: Path) -> None:
+    train(tiny_config(tmp_path, train__steps=3), log=_ignore)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    before = tree(tmp_path / "run")
+    with pytest.raises(RunFolderError, match="no checkpoint to go on from"):
+        train(tiny_config(tmp_path, train__steps=6), log=_ignore)
+    assert tree(tmp_path / "run") == before
+
+
+def test_sample_of_a_text_without_document_starts_continues_the_validation_text(tmp_path: Path) -> None:
+    trainer, data = _trainer(tiny_config(tmp_path))
+    assert data.facts.train_documents == 1
+    start = data.tokenizer.decode(int(token) for token in data.valid.tokens[:16])
+    assert trainer.prompt_text == start != ""
+
+
+def test_sample_of_many_documents_starts_one(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for i in range(120):
+        (folder / f"{i}.txt").write_text(f"document {i} says {i * i} and {i + 7}\n" * 3)
+    config = tiny_config(tmp_path, data__source=[str(folder)], data__tokenizer={"vocab_size": 300})
+    trainer, data = _trainer(config)
+    assert trainer.prompt_text == ""
+    assert trainer._prompt == [data.tokenizer.end_id]
+
+
+def test_busy_machine_is_hinted_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(tmp_path)
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for load, threads, hinted in ((3.9, None, False), (4.1, None, True), (4.1, "1", False)):
+        if threads:
+            monkeypatch.setenv("OPENBLAS_NUM_THREADS", threads)
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        lines = list[str]()
+        log_path(choose_placement(config.run), config.data, lines.append)
+        assert any(line.startswith("load: ") and "4.1 of 8 cores" in line for line in lines) == hinted

@@ -319,3 +319,13 @@ def test_paths_are_those_that_readme_names(tmp_path: Path) -> None:
     for path in (folder.config_file, folder.metrics_file, folder.checkpoints, folder.final):
         assert path.parent == tmp_path
         assert re.search(rf"^  {re.escape(path.name)}/? ", readme, re.MULTILINE), path.name
+
+
+def test_final_model_without_a_checkpoint_is_not_trained_over(tmp_path: Path) -> None:
+    folder = _started(tmp_path / "run", tmp_path)
+    folder.require_way_on()
+    folder.final.mkdir()
+    with pytest.raises(RunFolderError, match=r"holds a final model but no checkpoint .*run\.resume=never keeps"):
+        folder.require_way_on()
+    _checkpoint(folder, 1)
+    folder.require_way_on()

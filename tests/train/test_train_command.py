@@ -170,8 +170,14 @@ def test_a_folder_of_something_else_is_left_alone(command, tmp_path):
             "error: out of memory: [malloc] Unable to allocate 99 bytes.\nLower train.batch_size (train.accumulate "
             "keeps the tokens a step) or train.seq_len.\n",
         ),
+        (
+            RuntimeError("[Compile::eval_cpu] Failed to write to /tmp/mlx.\nmore"),
+            1,
+            "error: MLX could not compile for the CPU: [Compile::eval_cpu] Failed to write to /tmp/mlx.\n"
+            "TMPDIR=/path names another folder for it; MLX_DISABLE_COMPILE=1 does without.\n",
+        ),
     ],
-    ids=["Ctrl-C", "SIGTERM", "not finite", "bad input", "disk full", "early Ctrl-C", "out of memory"],
+    ids=["Ctrl-C", "SIGTERM", "not finite", "bad input", "disk full", "early Ctrl-C", "out of memory", "no compiler"],
 )
 def test_exit_status_and_message_of_every_end(error, status, message, finished, command, monkeypatch):
     def fail(_config):
@@ -217,3 +223,10 @@ def test_a_run_that_overflows_stops_with_status_1_and_keeps_its_checkpoint(finis
     assert re.search(r" (parameter is|is that of) (embed_tokens|layers\.|norm|head)", line)
     assert "The last good checkpoint is that of step 4" in line
     assert (tmp_path / "copy/run/checkpoints/step-00000004").is_dir()
+
+
+def test_without_a_config_one_is_named(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 2
+    assert "name a config, such as models/configs/quickstart.yaml" in capsys.readouterr().err
