@@ -15,7 +15,8 @@ try:
 except ImportError as error:
     raise ImportError(
         f"[forge_mlx] a usable MLX build is required but importing mlx.core failed: {error}. "
-        'On Linux: pip install "forge-mlx[cpu]", or "forge-mlx[cuda]" with an NVIDIA GPU. '
+        'On Linux: pip install "forge-mlx[cpu]" (in a checkout pip install -e ".[cpu]"), or the extra cuda with an '
+        "NVIDIA GPU. "
         "On a Mac with Apple silicon: pip install forge-mlx, with a native (arm64) Python."
     ) from error
 

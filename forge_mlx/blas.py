@@ -39,7 +39,7 @@ _SYSTEM_LIBRARIES = {
     "libblis.so.4": "bli_info_get_version_str",
     "libblis-mt.so.4": "bli_info_get_version_str",
 }
-_INSTALL = 'pip install "forge-mlx[cpu]"'
+_INSTALL = 'pip install "forge-mlx[cpu]" (in a checkout pip install -e ".[cpu]")'
 
 Origin = Literal["FORGE_MLX_BLAS", "preloaded", "cpu extra", "system", "mlx", "accelerate"]
 

@@ -30,7 +30,7 @@ def test_missing_build_names_the_extras(no_build):
     assert message.startswith("ImportError: [forge_mlx] a usable MLX build is required")
     assert "libmlx.so: cannot open shared object file" in message
     assert 'pip install "forge-mlx[cpu]"' in message
-    assert '"forge-mlx[cuda]" with an NVIDIA GPU' in message
+    assert '(in a checkout pip install -e ".[cpu]"), or the extra cuda with an NVIDIA GPU' in message
     assert "SlowBlasWarning" not in result.stderr
 
 

@@ -34,16 +34,18 @@ def _parser() -> argparse.ArgumentParser:
 def _print_outcome(outcome: Outcome) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.rule("sample")
-    console.print(visible_controls(outcome.sample), markup=False)
+    sample = visible_controls(outcome.sample)
+    console.print(sample, markup=False)
     console.rule()
     folder = outcome.folder
     # This very interpreter: a virtual environment need not be active, and then `python` is another one or none.
     python = shlex.quote(sys.executable)
+    prompt = next((line.strip()[:40] for line in sample.splitlines() if line.strip()), "")
     console.print(
         f"validation: {outcome.loss:.4f} nats a token, {outcome.bits_per_byte:.4f} bits per byte\n"
         f"report:     {folder / 'report.html'}\n"
         f"model:      {folder / 'final'}\n"
-        f'next:       {python} -m forge_mlx.generate {shlex.quote(str(folder))} --prompt "def main("\n'
+        f"next:       {python} -m forge_mlx.generate {shlex.quote(str(folder))} --prompt {shlex.quote(prompt)}\n"
         f"            or copy the config, set data.source to your own text and train on that",
         markup=False,
     )

@@ -2,6 +2,7 @@ import json
 import os
 from pathlib import Path
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -52,13 +53,15 @@ def test_a_run_ends_with_a_sample_the_result_and_what_to_do_next(finished):
     lines = done.stdout.splitlines()
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (final,) = [r for r in records if r["kind"] == "eval" and r["final"]]
-    sample = [r for r in records if r["kind"] == "sample"][-1]["text"]
-    assert visible_controls(sample) in done.stdout
+    record = [r for r in records if r["kind"] == "sample"][-1]
+    sample = visible_controls(record["prompt"] + record["text"])
+    assert sample in done.stdout
+    first_line = next(line for line in sample.splitlines() if line.strip())
     assert lines[-5:] == [
         f"validation: {final['loss']:.4f} nats a token, {final['bits_per_byte']:.4f} bits per byte",
         f"report:     {run / 'report.html'}",
         f"model:      {run / 'final'}",
-        f"next:       {sys.executable} -m forge_mlx.generate '{run}' --prompt \"def main(\"",
+        f"next:       {sys.executable} -m forge_mlx.generate '{run}' --prompt {shlex.quote(first_line.strip()[:40])}",
         "            or copy the config, set data.source to your own text and train on that",
     ]
     for name in ("report.html", "final/model.safetensors"):
