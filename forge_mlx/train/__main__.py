@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {stopped}", file=sys.stderr)
         return 1
     except RuntimeError as error:
-        if "Compile::eval_cpu" in str(error):
+        if "Compile::eval_cpu" in str(error) or "filesystem error" in str(error):
             print(f"error: MLX could not compile for the CPU: {str(error).splitlines()[0]}", file=sys.stderr)
             print("TMPDIR=/path names another folder for it; MLX_DISABLE_COMPILE=1 does without.", file=sys.stderr)
             return 1

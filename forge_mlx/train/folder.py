@@ -46,7 +46,7 @@ class DamagedCheckpoint:
             kept = wanted.with_name(f"{wanted.name}-{number}")
             number += 1
         self.path.rename(kept)
-        return f"{self.reason} It is called {kept.name} now, and the checkpoint before it is used."
+        return f"{self.reason.rstrip('.')}. It is called {kept.name} now, and the checkpoint before it is used."
 
 
 class RunFolder:
@@ -122,6 +122,12 @@ class RunFolder:
             return
         # A run that was killed while it began leaves an empty log; hidden files may be the file manager's.
         others = [p.name for p in self.path.iterdir() if not p.name.startswith(".") and p != self.metrics_file]
+        if list_checkpoints(self.checkpoints):
+            missing = " and ".join(f.name for f in (self.config_file, self.metrics_file) if not f.is_file())
+            raise RunFolderError(
+                f"{self.path}: holds checkpoints, but {missing} is missing, which says what run they are of. Put it back "
+                "(a metrics.jsonl may be empty), or choose another run.dir."
+            )
         if others:
             raise RunFolderError(
                 f"run.dir must be new or the folder of a run, but {self.path} holds other files, such as "

@@ -263,7 +263,11 @@ def _memory_text(size: float) -> str:
 
 
 def _fact_text(value: Any) -> str:
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(str(item) for item in value)
+    if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 

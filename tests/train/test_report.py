@@ -6,7 +6,7 @@ import sys
 
 from forge_mlx.train import charts
 from forge_mlx.train.metrics import MetricsLog
-from forge_mlx.train.report import load_run, main, write_loss_plot, write_report
+from forge_mlx.train.report import _fact_text, load_run, main, write_loss_plot, write_report
 from matplotlib.image import imread
 import numpy as np
 import pytest
@@ -269,3 +269,15 @@ def test_later_setup_facts_replace_earlier_ones(run_dir):
     run = load_run(run_dir)
     assert run.fact("blas") == "mkl"
     assert run.fact("gzip_bits_per_byte") == 2.5
+
+
+def test_facts_read_as_text_and_not_as_python():
+    assert [_fact_text(value) for value in (True, False, ["a.py", "b.py"], [], 12345, 0.123456, None)] == [
+        "yes",
+        "no",
+        "a.py, b.py",
+        "",
+        "12,345",
+        "0.1235",
+        "None",
+    ]

@@ -329,3 +329,12 @@ def test_final_model_without_a_checkpoint_is_not_trained_over(tmp_path: Path) ->
         folder.require_way_on()
     _checkpoint(folder, 1)
     folder.require_way_on()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+def test_checkpoints_of_a_run_whose_files_are_missing_are_not_called_other_files(tmp_path: Path, name: str) -> None:
+    folder = _started(tmp_path / "run", tmp_path)
+    _checkpoint(folder, 1)
+    (folder.path / name).unlink()
+    with pytest.raises(RunFolderError, match=rf"holds checkpoints, but {name} is missing, .* Put it back"):
+        folder.check_usable(tiny_config(tmp_path))
