@@ -125,8 +125,8 @@ class RunFolder:
         if list_checkpoints(self.checkpoints):
             missing = " and ".join(f.name for f in (self.config_file, self.metrics_file) if not f.is_file())
             raise RunFolderError(
-                f"{self.path}: holds checkpoints, but {missing} is missing, which says what run they are of. Put it back "
-                "(a metrics.jsonl may be empty), or choose another run.dir."
+                f"{self.path}: holds checkpoints, but {missing} is missing, which says what run they are of. Put it "
+                "back (a metrics.jsonl may be empty), or choose another run.dir."
             )
         if others:
             raise RunFolderError(
