@@ -34,18 +34,19 @@ def _parser() -> argparse.ArgumentParser:
 def _print_outcome(outcome: Outcome) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.rule("sample")
-    sample = visible_controls(outcome.sample)
-    console.print(sample, markup=False)
+    console.print(visible_controls(outcome.prompt + outcome.sample), markup=False)
     console.rule()
     folder = outcome.folder
     # This very interpreter: a virtual environment need not be active, and then `python` is another one or none.
     python = shlex.quote(sys.executable)
-    prompt = next((line.strip()[:40] for line in sample.splitlines() if line.strip()), "")
+    # The last line of what the sample continued, where it broke off: a good place to go on from.
+    prompt = visible_controls(outcome.prompt).strip().rpartition("\n")[2].strip()
+    example = f" --prompt {shlex.quote(prompt)}" if prompt else ""
     console.print(
         f"validation: {outcome.loss:.4f} nats a token, {outcome.bits_per_byte:.4f} bits per byte\n"
         f"report:     {folder / 'report.html'}\n"
         f"model:      {folder / 'final'}\n"
-        f"next:       {python} -m forge_mlx.generate {shlex.quote(str(folder))} --prompt {shlex.quote(prompt)}\n"
+        f"next:       {python} -m forge_mlx.generate {shlex.quote(str(folder))}{example}\n"
         f"            or copy the config, set data.source to your own text and train on that",
         markup=False,
     )

@@ -185,7 +185,7 @@ def _finish(trainer: Trainer, metrics: MetricsLog, log: Log) -> Outcome:
         metrics.log("sample", step, time=trainer.seconds, prompt=trainer.prompt_text, text=sample)
     metrics.log("eval", step, time=trainer.seconds, final=True, **result)
     log(_eval_line(step, result) + f" ({int(result['tokens']):,} tokens)")
-    return Outcome(result["loss"], result["bits_per_byte"], trainer.prompt_text + sample, trainer.folder.path)
+    return Outcome(result["loss"], result["bits_per_byte"], trainer.prompt_text, sample, trainer.folder.path)
 
 
 def _restore(trainer: Trainer, changed: list[str]) -> list[str]:

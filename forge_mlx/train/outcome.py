@@ -33,12 +33,14 @@ class Outcome:
     Attributes:
         loss: validation loss in nats a token.
         bits_per_byte: the same in bits a byte of text, which does not depend on the tokenizer.
-        sample: a text by the model, its prompt included.
+        prompt: what the sample continues.
+        sample: a text by the model, without its prompt.
         folder: the run's folder.
     """
 
     loss: float
     bits_per_byte: float
+    prompt: str
     sample: str
     folder: Path
 
@@ -58,6 +60,5 @@ def finished_outcome(folder: RunFolder, config: TrainConfig, log: Callable[[str]
     samples = [r for r in records if r["kind"] == "sample"]
     if not evals or not samples or evals[-1]["step"] < config.train.steps:
         return None
-    return Outcome(
-        evals[-1]["loss"], evals[-1]["bits_per_byte"], samples[-1]["prompt"] + samples[-1]["text"], folder.path
-    )
+    loss, bits = evals[-1]["loss"], evals[-1]["bits_per_byte"]
+    return Outcome(loss, bits, samples[-1]["prompt"], samples[-1]["text"], folder.path)

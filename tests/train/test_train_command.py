@@ -56,12 +56,12 @@ def test_a_run_ends_with_a_sample_the_result_and_what_to_do_next(finished):
     record = [r for r in records if r["kind"] == "sample"][-1]
     sample = visible_controls(record["prompt"] + record["text"])
     assert sample in done.stdout
-    first_line = next(line for line in sample.splitlines() if line.strip())
+    prompt = visible_controls(record["prompt"]).strip().splitlines()[-1].strip()
     assert lines[-5:] == [
         f"validation: {final['loss']:.4f} nats a token, {final['bits_per_byte']:.4f} bits per byte",
         f"report:     {run / 'report.html'}",
         f"model:      {run / 'final'}",
-        f"next:       {sys.executable} -m forge_mlx.generate '{run}' --prompt {shlex.quote(first_line.strip()[:40])}",
+        f"next:       {sys.executable} -m forge_mlx.generate '{run}' --prompt {shlex.quote(prompt)}",
         "            or copy the config, set data.source to your own text and train on that",
     ]
     for name in ("report.html", "final/model.safetensors"):
