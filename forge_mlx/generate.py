@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has had enough, as `head` does.
         return 0
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        _to_stderr(f"error: {error}")
         return 2
     except KeyboardInterrupt:
         print()

@@ -1,6 +1,6 @@
 """What every test relies on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import os
 import signal
 
@@ -26,3 +26,15 @@ def signals_act() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture
+def call_main(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Calls a command's `main` with arguments: its exit status and what it wrote to the two streams."""
+
+    def call(main: Callable[[list[str]], int], *arguments: object) -> tuple[int, str, str]:
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call

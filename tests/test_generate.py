@@ -1,3 +1,4 @@
+from functools import partial
 import os
 from pathlib import Path
 import shutil
@@ -43,13 +44,8 @@ def run(trained, tmp_path):
 
 
 @pytest.fixture
-def command(capsys):
-    def call(*arguments):
-        status = main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
+def command(call_main):
+    return partial(call_main, main)
 
 
 def model_folder(path, trained, **changes):

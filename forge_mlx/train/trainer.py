@@ -189,7 +189,7 @@ class Trainer:
     @property
     def prompt_text(self) -> str:
         """What samples continue: the config's prompt, or what stands in for it."""
-        return self.data.tokenizer.decode(token for token in self._prompt if token != self.data.tokenizer.end_id)
+        return self.data.tokenizer.decode(self._prompt)
 
     def sample(self) -> str:
         """A text by the model as it is now, without its prompt."""

@@ -1,3 +1,4 @@
+from functools import partial
 import json
 import os
 from pathlib import Path
@@ -21,13 +22,8 @@ SHIPPED = sorted((ROOT / "models" / "configs").glob("*.yaml"))
 
 
 @pytest.fixture
-def command(capsys):
-    def call(*arguments):
-        status = main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
+def command(call_main):
+    return partial(call_main, main)
 
 
 @pytest.fixture(scope="module")
