@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import forge_mlx
+from forge_mlx.metal.engine import resolve
 import mlx.core as mx
 import numpy as np
 
@@ -63,7 +64,7 @@ def collect() -> dict[str, Any]:
     Returns:
         `versions` (name -> version, installed packages only), `machine`, `device`, `blas` (origin, path,
         reason), `matmul` (GFLOP/s; `ratio` is MLX's over NumPy's), `compiler` (path of g++, None if absent) and
-        `kernel_engine`.
+        `kernel_engine` (what runs the ops of forge_mlx.kernels, and why).
     """
     choice = forge_mlx.blas_choice()
     return {
@@ -82,7 +83,7 @@ def collect() -> dict[str, Any]:
         },
         "matmul": _matmul_rates(),
         "compiler": shutil.which("g++"),
-        "kernel_engine": "none yet; forge_mlx.nn uses mx.fast",
+        "kernel_engine": _kernel_engine(),
     }
 
 
@@ -131,6 +132,15 @@ def _device() -> dict[str, Any]:
         # The uuid tells one device from all others in the world, which no bug report needs.
         details["info"] = {key: value for key, value in sorted(mx.device_info(device).items()) if key != "uuid"}
     return details
+
+
+def _kernel_engine() -> str:
+    try:
+        engine = str(resolve("info"))
+    except (ValueError, RuntimeError) as error:
+        # FORGE_MLX_ENGINE asks for one that does not exist or cannot run: every op would say the same.
+        engine = f"none: {error}"
+    return f"{engine}; forge_mlx.nn uses mx.fast"
 
 
 def _matmul_rates() -> dict[str, float | None]:

@@ -35,6 +35,11 @@ ALLOWED = {
 }
 # A kernel can be taken out and used in any MLX model.
 FEW_DEPENDENCIES = {"metal": {"mlx", "numpy"}, "kernels": {"mlx", "numpy"}}
+# What only an extra brings: the import's name -> the one part that may import it, and the distribution's name.
+OPTIONAL = {
+    "elftools": ("forge_mlx.metal.emulator.lines", "pyelftools"),
+    "pytest": ("forge_mlx.metal.emulator.pytest_plugin", "pytest"),
+}
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -82,7 +87,10 @@ def violations(root: Path) -> list[str]:
             continue
         for name in sorted(set(imported(module, file))):
             top = name.split(".")[0]
-            if top == "forge_mlx":
+            if top in OPTIONAL:
+                if module != OPTIONAL[top][0]:
+                    found.append(f"{module} imports {name}: {part} may not know {top}")
+            elif top == "forge_mlx":
                 target = part_of(name, known)
                 if target != part and target not in ALLOWED[part]:
                     found.append(f"{module} imports {name}: {part or 'forge_mlx'} may not know {target or top}")
@@ -106,7 +114,13 @@ def test_what_is_imported_is_declared():
     required = [item for item in metadata.requires("forge-mlx") or [] if "extra ==" not in item]
     declared = {re.split(r"[^A-Za-z0-9]", item)[0].lower() for item in required}
     found = {name.split(".")[0] for module, file in modules(ROOT).items() for name in imported(module, file)}
-    assert found - sys.stdlib_module_names - {"forge_mlx"} <= declared
+    assert found - sys.stdlib_module_names - {"forge_mlx"} <= declared | OPTIONAL.keys()
+
+
+def test_what_is_optional_is_in_an_extra():
+    extras = [item for item in metadata.requires("forge-mlx") or [] if "extra ==" in item]
+    declared = {re.split(r"[^A-Za-z0-9]", item)[0].lower() for item in extras}
+    assert {distribution for _, distribution in OPTIONAL.values()} <= declared
 
 
 @pytest.fixture
@@ -143,6 +157,8 @@ def test_allowed_imports_pass(tree):
 PLANTED = [
     ("forge_mlx/metal/kernel.py", "from forge_mlx.kernels import rms_norm", "metal may not know kernels"),
     ("forge_mlx/metal/kernel.py", "from forge_mlx import blas_choice", "metal may not know forge_mlx"),
+    ("forge_mlx/metal/kernel.py", "import elftools", "metal may not know elftools"),
+    ("forge_mlx/metal/kernel.py", "def f():\n    from pytest import raises", "metal may not know pytest"),
     ("kernels/rms_norm/op.py", "from forge_mlx.nn import norms", "kernels may not know nn"),
     ("kernels/rms_norm/op.py", "from forge_mlx import nn", "kernels may not know nn"),
     ("kernels/rms_norm/op.py", "from ...nn import norms", "kernels may not know nn"),
