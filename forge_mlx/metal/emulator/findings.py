@@ -14,7 +14,6 @@ from forge_mlx.metal.emulator.native import Finding, Party
 from forge_mlx.metal.limits import SIMDGROUP, THREADGROUP_BYTES
 
 MAX_WARNINGS = 8
-# translate.py names the type of a threadgroup array `a` so: a check of an index knows types only.
 
 
 class Kind(IntEnum):

@@ -44,7 +44,9 @@ _RUNTIME = _HERE / "runtime"
 # expf(1.0f) with other digits, and turn loops into memcpy and memset, which move the accesses to other lines.
 _LANGUAGE = (
     *("-x", "clcpp", "-cl-std=clc++2021", "-cl-single-precision-constant", "-D__METAL__", "-fno-rtti", "-fno-builtin"),
-    "-cl-ext=-cl_khr_fp64,-__opencl_c_fp64,-__opencl_c_program_scope_global_variables,-__opencl_c_device_enqueue",
+    # The first two are on for x86-64 without being named, and not for arm64.
+    "-cl-ext=+cl_khr_fp16,+__opencl_c_generic_address_space,"
+    "-cl_khr_fp64,-__opencl_c_fp64,-__opencl_c_program_scope_global_variables,-__opencl_c_device_enqueue",
     *("-ffp-contract=off", "-ffloat16-excess-precision=none", "-fbfloat16-excess-precision=none", "-w"),
     # A float beyond an integer type becomes its nearest value and NaN becomes 0, instead of anything.
     "-fno-strict-float-cast-overflow",
@@ -369,8 +371,9 @@ def _runtime_object(target: Target) -> Path:
             for source, compiled in zip(_runtime_sources(), objects, strict=True):
                 flags = (*machine, *_RUNTIME_FLAGS, "-I", str(_RUNTIME))
                 _run_zig(("cc", "-c", *flags, str(source), "-o", str(compiled)), work=folder)
-            linker = ("cc", *machine, "-r") if target.is_macos else ("ld.lld", "-r")
-            _run_zig((*linker, *map(str, objects), "-o", str(output)), work=folder)
+            # For macOS zig's linker keeps one object of several with -r.
+            join = ("ar", "rcs", str(output)) if target.is_macos else ("ld.lld", "-r", "-o", str(output))
+            _run_zig((*join, *map(str, objects)), work=folder)
         except CompilerFailure as failure:
             raise ToolchainError(f"the emulator's own runtime does not compile:\n{failure.stderr}") from failure
         return output
@@ -394,7 +397,8 @@ def _link(target: Target, objects: tuple[Path, ...], library: Path) -> None:
     """
     inputs = (*map(str, objects), "-o", str(library))
     if target.is_macos:
-        _run_zig(("cc", "-target", target.zig_triple, "-shared", "-nostdlib", "-lSystem", *inputs), work=library.parent)
+        flags = ("-target", target.zig_triple, "-shared", "-nostdlib", "-lSystem")
+        _run_zig(("cc", *flags, *inputs), work=library.parent)
         return
     # -Bsymbolic: the kernel's calls reach this library's runtime, whatever else the process has loaded.
     # Functions of the C library and its mathematics are found when the library is loaded, as Python has them loaded.
