@@ -233,10 +233,11 @@ def test_compiler_that_does_not_work_is_no_finding(alone, room, file, call_main,
 
 
 @pytest.fixture
-def mac(monkeypatch):
+def mac():
     """An engine "metal" that the emulator plays: nothing of this was run on a Mac."""
-    with emulator.patch():
-        yield monkeypatch
+    # What a test changes is put back before the patch ends.
+    with emulator.patch(), pytest.MonkeyPatch.context() as changes:
+        yield changes
 
 
 @pytest.mark.usefixtures("room", "mac")

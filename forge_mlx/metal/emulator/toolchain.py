@@ -397,8 +397,8 @@ def _link(target: Target, objects: tuple[Path, ...], library: Path) -> None:
     """
     inputs = (*map(str, objects), "-o", str(library))
     if target.is_macos:
-        flags = ("-target", target.zig_triple, "-shared", "-nostdlib", "-lSystem")
-        _run_zig(("cc", *flags, *inputs), work=library.parent)
+        macos = ("-target", target.zig_triple, "-shared", "-nostdlib", "-lSystem")
+        _run_zig(("cc", *macos, *inputs), work=library.parent)
         return
     # -Bsymbolic: the kernel's calls reach this library's runtime, whatever else the process has loaded.
     # Functions of the C library and its mathematics are found when the library is loaded, as Python has them loaded.
