@@ -126,7 +126,7 @@ def launch(
             if first is None:
                 first = outcome
             else:
-                _compare(kernel, buffers, first.outputs, outcome.outputs, orders[0], order)
+                _compare(kernel, buffers, first, outcome, orders[0], order)
     assert first is not None
     return first
 
@@ -317,13 +317,15 @@ def _opened(kernel: Kernel, buffers: Sequence[Buffer], geometry: Geometry, setti
 def _compare(
     kernel: Kernel,
     buffers: Sequence[Buffer],
-    first: list[Bytes],
-    second: list[Bytes],
+    first: Outcome,
+    second: Outcome,
     order: _Order,
     other: _Order,
 ) -> None:
     outputs = [buffer for buffer in buffers if buffer.writable]
-    for buffer, one, two in zip(outputs, first, second, strict=True):
+    # What was only told of names the line: lanes that rely on lockstep, mostly.
+    told = "".join(f" It was told of this: {each}" for each in (*first.warnings, *second.warnings)[:1])
+    for buffer, one, two in zip(outputs, first.outputs, second.outputs, strict=True):
         differing = np.flatnonzero(one != two)
         if not differing.size:
             continue
@@ -331,7 +333,7 @@ def _compare(
         values = [_value(each, index, buffer) for each in (one, two)]
         raise ScheduleError(
             f"output '{buffer.name}' depends on the order of threads: at index {index} it is {values[0]} when they run "
-            f"{order} and {values[1]} {other}.",
+            f"{order} and {values[1]} {other}.{told}",
             kernel=kernel.name,
             buffer=buffer.name,
             index=index,

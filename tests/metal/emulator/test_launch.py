@@ -151,6 +151,12 @@ def test_a_result_that_depends_on_the_order_of_threads():
     start(body, checks=checks, schedules=1)
 
 
+def test_lanes_that_rely_on_lockstep_are_named_where_the_result_depends_on_it():
+    body = INDEX + "threadgroup float shared[32];\nshared[i] = x[i];\nout[i] = shared[31 - i];"
+    with pytest.raises(ScheduleError, match=r"lanes of one simdgroup rely on lockstep.*'shared'"):
+        start(body, {"x": X[:32]}, {"out": np.zeros(32, np.float32)}, grid=32, threadgroup=32, schedules=2)
+
+
 def test_a_result_that_depends_on_the_order_of_threadgroups():
     body = "atomic_store_explicit(&out[2], thread_position_in_grid.x, memory_order_relaxed);"
     outputs = {"out": np.zeros(3, np.uint32)}
