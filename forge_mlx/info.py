@@ -140,7 +140,7 @@ def _kernel_engine() -> str:
     except (ValueError, RuntimeError) as error:
         # FORGE_MLX_ENGINE asks for one that does not exist or cannot run: every op would say the same.
         engine = f"none: {error}"
-    return f"{engine}; forge_mlx.nn uses mx.fast"
+    return f"{engine}; forge_mlx.nn uses it for RMSNorm and mx.fast for the rest"
 
 
 def _matmul_rates() -> dict[str, float | None]:

@@ -69,12 +69,15 @@ def test_text_says_the_same_in_lines(collected):
         assert lines[name].strip()
     assert "ratio" in lines["float32"]
     assert "the trainer picks float32" in lines["bfloat16"]
-    assert re.search(r"engine +\w+ \(.*\); forge_mlx.nn uses mx.fast$", lines["kernel"])
+    assert re.search(r"engine +\w+ \(.*\); forge_mlx.nn uses it for RMSNorm and mx.fast for the rest$", lines["kernel"])
 
 
 def test_kernel_engine_is_the_one_that_ops_would_take(monkeypatch):
     monkeypatch.setenv("FORGE_MLX_ENGINE", "reference")
-    assert info._kernel_engine() == "reference (FORGE_MLX_ENGINE is set); forge_mlx.nn uses mx.fast"
+    assert (
+        info._kernel_engine()
+        == "reference (FORGE_MLX_ENGINE is set); forge_mlx.nn uses it for RMSNorm and mx.fast for the rest"
+    )
     monkeypatch.setenv("FORGE_MLX_ENGINE", "cuda")
     assert info._kernel_engine().startswith("none: [info] engine cuda cannot run: ")
     monkeypatch.setenv("FORGE_MLX_ENGINE", "refrence")
