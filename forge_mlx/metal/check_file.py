@@ -7,7 +7,6 @@ from pathlib import Path
 from forge_mlx.metal.check import SIGNATURE_TYPES, Row
 from forge_mlx.metal.dtypes import dtype_name
 from forge_mlx.metal.emulator import MetalError, ToolchainError
-from forge_mlx.metal.emulator.compile import compile_kernel
 from forge_mlx.metal.emulator.settings import Settings
 from forge_mlx.metal.signature import (
     CONSTANT_BELOW,
@@ -83,6 +82,9 @@ def _instances(
 
 def _compile(source: KernelSource, values: Mapping[str, TemplateValue], size: int) -> list[str]:
     """Findings of one instance, with MLX's header and without."""
+    # Only here: the command also runs where the extra `emulator` is not installed.
+    from forge_mlx.metal.emulator.compile import compile_kernel
+
     generated = _generated(source, values, size)
     for settings in (Settings(), Settings(mlx_preamble=False, defines=SIGNATURE_TYPES)):
         try:
