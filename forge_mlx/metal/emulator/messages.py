@@ -1,13 +1,13 @@
 """The compiler's messages in Metal's words and about the user's lines."""
 
 from collections.abc import Iterator
-import ctypes
 from dataclasses import dataclass, field
 import re
 
 from forge_mlx.metal.emulator.errors import Location
 from forge_mlx.metal.emulator.line_directives import origins
 from forge_mlx.metal.emulator.names import ARRAY_TYPE, users_names
+from forge_mlx.metal.emulator.toolchain import undefined_functions
 from forge_mlx.metal.signature import GeneratedSource
 
 # Errors told in full; one mistake often brings many more.
@@ -17,7 +17,6 @@ MAX_NOTES = 2
 _LINE = re.compile(r"(?P<file>.*?):(?P<line>\d+):\d+: (?P<level>fatal error|error|note|warning): (?P<text>.*)")
 # Notes about how the compiler came to a line, not about what is wrong there.
 _PATH = re.compile(r"in instantiation of .* requested here|in call to |expanded from |.* declared here")
-_UNDEFINED = re.compile(r"undefined symbol: (.*)")
 _SPACES = {"__global": "device", "__local": "threadgroup", "__constant": "constant", "__private": "thread"}
 _VECTOR = re.compile(
     r"\b(half|__bf16|float|(?:unsigned )?(?:char|short|int|long)) ?__attribute__\(\(ext_vector_type\((\d)\)\)\)"
@@ -89,10 +88,7 @@ def metal_words(text: str) -> str:
 
 
 def _linker(stderr: str) -> str:
-    # The linker names those of the C library too, which the process has.
-    process = ctypes.CDLL(None)
-    undefined = dict.fromkeys(_UNDEFINED.findall(stderr))
-    missing = [name for name in undefined if not (name.isidentifier() and hasattr(process, name))]
+    missing = undefined_functions(stderr)
     if not missing:
         return metal_words(stderr.strip())
     return f"calls what is declared and not defined: {metal_words(', '.join(missing))}"

@@ -404,10 +404,19 @@ def _link(target: Target, objects: tuple[Path, ...], library: Path) -> None:
     # Functions of the C library and its mathematics are found when the library is loaded, as Python has them loaded.
     flags = ("-shared", "-Bsymbolic", "--build-id=none", "-z", "defs", "--warn-unresolved-symbols")
     said = _run_zig(("ld.lld", *flags, *inputs)).stderr
+    if undefined_functions(said):
+        raise CompilerFailure(said)
+
+
+def undefined_functions(said: str) -> list[str]:
+    """The functions that a linker's message calls undefined and that this process does not have, each once.
+
+    Args:
+        said: what the linker wrote; it names those of the C library too.
+    """
     process = ctypes.CDLL(None)
-    for name in re.findall(r"undefined symbol: (.*)", said):
-        if not (name.isidentifier() and hasattr(process, name)):
-            raise CompilerFailure(said)
+    undefined = dict.fromkeys(re.findall(r"undefined symbol: (.*)", said))
+    return [name for name in undefined if not (name.isidentifier() and hasattr(process, name))]
 
 
 @dataclass(frozen=True)
