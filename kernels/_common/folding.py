@@ -55,6 +55,40 @@ def map_batches(function: Function, inputs: Arrays, axes: Axes) -> tuple[Arrays,
     return outputs, (0,) * len(outputs)
 
 
+def map_rows_or_batches(function: Function, inputs: Arrays, axes: Axes) -> tuple[Arrays, Axes]:
+    """The vmap rule of a function of rows (its first argument) and weights (the others).
+
+    More rows where no weights have the mapped axis, else more batches.
+
+    Args:
+        function: Takes `[B, M, ...]`, then weights `[B, ...]`, and returns arrays `[B, M, ...]`.
+        inputs: Its arguments, with or without the mapped axis.
+        axes: Where that axis is in each of them; None: nowhere.
+
+    Returns:
+        The results with their mapped axes.
+    """
+    if all(axis is None for axis in axes[1:]):
+        return map_rows(function, inputs, axes, shared=range(1, len(inputs)))
+    return map_batches(function, inputs, axes)
+
+
+def map_elements(function: Function, inputs: Arrays, axes: Axes) -> tuple[Arrays, Axes]:
+    """The vmap rule of a function of single elements: the mapped axis is one more axis, at the front.
+
+    Args:
+        function: Takes and returns arrays of one shape, whatever it is.
+        inputs: Its arguments, with or without the mapped axis; those without are repeated.
+        axes: Where that axis is in each of them; None: nowhere.
+
+    Returns:
+        The results with their mapped axes.
+    """
+    size = _mapped_size(inputs, axes)
+    outputs = function(*(_with_axis(array, axis, 0, size) for array, axis in zip(inputs, axes, strict=True)))
+    return outputs, (0,) * len(outputs)
+
+
 def _mapped_size(arrays: Arrays, axes: Axes) -> int:
     return next(array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None)
 

@@ -1,6 +1,6 @@
 """What a room's `cases.py` offers and how an engine's results are judged: one way for tests, benchmark and check."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final, Protocol
 
 import mlx.core as mx
@@ -28,16 +28,6 @@ class Case(Protocol):
 
     def expected(self) -> Mapping[str, np.ndarray]:
         """The same in float64, not computed by MLX."""
-
-
-class TimedCase(Case, Protocol):
-    """A case that the benchmark times against MLX's own op. `cases.py` has a tuple `TIMED` of them."""
-
-    def function(self, impl: str) -> Callable[..., mx.array]:
-        """The op of the arrays alone; "mlx" as impl stands for what MLX has instead."""
-
-    def arrays(self) -> tuple[mx.array | None, ...]:
-        """The function's arguments, None for one that is left out, and at the end the result's cotangent."""
 
 
 def to_float64(array: mx.array) -> np.ndarray:

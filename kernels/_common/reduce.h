@@ -48,7 +48,8 @@ METAL_FUNC float over_lanes(float value, ushort lanes) {
 
 // The value of the first lane of each part of `lanes` lanes, as over_lanes has them: what a row needs once, one lane
 // reads. The whole simdgroup takes part.
-METAL_FUNC float from_first(float value, ushort lane, ushort lanes) {
+template <typename T>
+METAL_FUNC T from_first(T value, ushort lane, ushort lanes) {
   return metal::simd_shuffle(value, ushort(lane - lane % lanes));
 }
 

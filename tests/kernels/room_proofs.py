@@ -1,19 +1,22 @@
 """What the tests of every room share: the GPU, broken sources, and how two training runs are compared."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 import os
 from pathlib import Path
+from typing import TypeVar
 
-from forge_mlx.kernels._common.proof import Case, disagreements
+from forge_mlx.kernels._common.proof import RTOL, Case, disagreements, to_float64
 from forge_mlx.metal.emulator import MetalError, MetalWarning
 from forge_mlx.metal.kernel import MetalKernel
 from forge_mlx.metal.source import KernelSource, load
 import mlx.core as mx
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
+C = TypeVar("C", bound=Case)
 
 
 @cache
@@ -50,6 +53,37 @@ def broken(kernel: MetalKernel, old: str, new: str) -> MetalKernel:
         ensure_row_contiguous=kernel.ensure_row_contiguous,
         math_mode=kernel.math_mode,
     )
+
+
+def assert_formula_agrees(case: Case, inherent: float = 0.0) -> None:
+    """The room's reference.py against float64. `disagreements` measures by the formula itself and would not notice.
+
+    Args:
+        case: What is computed.
+        inherent: What float32 loses of it in any form, as a part of the largest result.
+    """
+    expected, formula = case.expected(), case.run("formula")
+    assert formula.keys() == expected.keys()
+    for name, truth in expected.items():
+        result = formula[name]
+        assert result.shape == truth.shape, name
+        error = np.abs(to_float64(result) - truth).max(initial=0)
+        # The smallest step of the dtype, which is all that is left of the smallest numbers.
+        smallest = 2.0**-24 if result.dtype == mx.float16 else np.finfo(np.float32).tiny
+        assert error <= (RTOL[result.dtype] + inherent) * np.abs(truth).max(initial=0) + smallest, name
+
+
+def thinned(cases: Iterable[C], is_fast: Callable[[C], bool]) -> list[object]:
+    """Cases for `parametrize`, slow ones marked. A fast test has every dtype, but not with all that it does not touch.
+
+    Most of what a case costs is compiling its variant of the kernels: MLX writes another one for each value of a
+    template parameter, and where an input has fewer than 8 elements.
+
+    Args:
+        cases: All cases of a room.
+        is_fast: Whether a case belongs to the fast tests.
+    """
+    return [case if is_fast(case) else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def findings(cases: Iterable[Case], impl: str) -> list[str]:

@@ -2,17 +2,25 @@
 
 from dataclasses import replace
 
-from forge_mlx.kernels._common.proof import RTOL, compare, disagreements
-from forge_mlx.kernels.rms_norm import op, reference
-from forge_mlx.kernels.rms_norm.cases import CASES, RMSNormCase
-from forge_mlx.kernels.rms_norm.tiles import BACKWARD, FORWARD, Sharing, column_tiling, tiling
+from forge_mlx.kernels._common.proof import RTOL, disagreements
+from forge_mlx.kernels._common.rows import BACKWARD, FORWARD, Sharing, column_tiling, tiling
+from forge_mlx.kernels.norms import launch, reference
+from forge_mlx.kernels.norms.cases import CASES, RMSNormCase
 from forge_mlx.metal import emulator
 import mlx.core as mx
+from norm_proofs import (
+    assert_formula_is_exact_to_its_dtype,
+    assert_gradients_agree,
+    differences,
+    found_in_broken,
+    random,
+)
 import numpy as np
 import pytest
-from room_proofs import broken, findings, gpu_engine, poison
+from room_proofs import gpu_engine, poison, thinned
 import torch
 
+CASES = [case for case in CASES if case.op == "rms_norm"]
 BY_NAME = {case.name: case for case in CASES}
 # One case for each way through the kernels: narrow rows, rows of a threadgroup, long rows, with and without w.
 PATHS = [
@@ -25,10 +33,6 @@ PATHS = [
 ]
 
 
-def random(shape, seed, dtype=mx.float32):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
 def test_names_of_cases_are_unique():
     assert len(BY_NAME) == len(CASES)
 
@@ -37,7 +41,7 @@ def test_names_of_cases_are_unique():
 def test_expected_values_are_those_of_pytorch_in_float64(case):
     x, w, dy = (
         None if array is None else torch.tensor(np.array(array.astype(mx.float32)), dtype=torch.float64)
-        for array in case.arrays()
+        for array in (case.inputs()["x"], case.inputs().get("w"), case.cotangents()["y"])
     )
     primals = [array.requires_grad_() for array in (x, w) if array is not None]
     y = torch.nn.functional.rms_norm(x, x.shape[-1:], w, case.eps)
@@ -48,9 +52,10 @@ def test_expected_values_are_those_of_pytorch_in_float64(case):
         np.testing.assert_allclose(expected[name], got, rtol=1e-9, atol=1e-11 * np.abs(got).max())
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# In a row of one element what is left of the gradient is what eps makes of it, far below its terms.
+@pytest.mark.parametrize("case", [case for case in CASES if case.shape[-1] != 1], ids=lambda case: case.name)
 def test_formula_agrees_with_float64(case):
-    assert compare(case, case.run("formula")) == []
+    assert_formula_is_exact_to_its_dtype(case)
 
 
 def test_gradient_of_the_formula_is_the_finite_difference():
@@ -61,17 +66,9 @@ def test_gradient_of_the_formula_is_the_finite_difference():
         r = 1 / np.sqrt((x**2).mean(-1) + 0.1)
         return (x * r[:, None] * w * dy).sum() + (r * dr).sum()
 
-    def differences(function, at, step=1e-6):
-        found = np.zeros_like(at)
-        for index in np.ndindex(at.shape):
-            move = np.zeros_like(at)
-            move[index] = step
-            found[index] = (function(at + move) - function(at - move)) / (2 * step)
-        return found
-
     arrays = [mx.array(each.astype(np.float32))[None] for each in (x, w, dy, dr)]
-    _, r = reference.forward(*arrays[:2], 0.1)
-    dx, dw = reference.backward(*arrays[:2], r, *arrays[2:])
+    _, r = reference.rms_norm_forward(*arrays[:2], 0.1)
+    dx, dw = reference.rms_norm_backward(*arrays[:2], r, *arrays[2:])
     np.testing.assert_allclose(np.array(dx[0]), differences(lambda x: loss(x, w), x), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(np.array(dw[0]), differences(lambda w: loss(x, w), w), rtol=1e-4, atol=1e-5)
 
@@ -82,15 +79,22 @@ def test_written_gradient_is_mlx_autodiff_of_the_forward(dtype, weighted):
     x, w = random((2, 7, 33), 0, dtype), random((2, 33), 1, dtype)
     dy, dr = random((2, 7, 33), 2, dtype), random((2, 7), 3)
     primals = [x, w] if weighted else [x]
-    outputs, want = mx.vjp(lambda x, w=None: reference.forward(x, w, 0.1), primals, [dy, dr])
-    got = reference.backward(x, w if weighted else None, outputs[1], dy, dr)
-    for name, a, b in zip(("dx", "dw"), got, want, strict=False):
-        assert a.dtype == b.dtype, name
-        scale = mx.abs(b.astype(mx.float32)).max().item()
-        assert mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max().item() <= 2 * RTOL[dtype] * scale, name
+    outputs, want = mx.vjp(lambda x, w=None: reference.rms_norm_forward(x, w, 0.1), primals, [dy, dr])
+    got = reference.rms_norm_backward(x, w if weighted else None, outputs[1], dy, dr)
+    assert (got[1] is not None) == weighted
+    assert_gradients_agree(got[: 1 + weighted], want, dtype)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def is_fast(case):
+    """Rows without w, very short or many in float32 alone; mixed dtypes in short rows and in long ones."""
+    if case.w_dtype is not None and case.w_dtype != case.dtype:
+        return (case.shape, case.dtype) in (((4, 40), mx.bfloat16), ((3, 4100), mx.float32))
+    return case.dtype == mx.float32 or (
+        case.w_dtype is not None and len(case.shape) == 2 and case.shape[-1] not in range(1, 8)
+    )
+
+
+@pytest.mark.parametrize("case", thinned(CASES, is_fast), ids=lambda case: case.name)
 def test_kernels_agree_on_the_emulator(case):
     with emulator.settings(schedules=3):
         assert disagreements(case, "emulator") == []
@@ -109,9 +113,12 @@ def test_kernels_agree_on_a_gpu(case, monkeypatch):
     assert disagreements(case, engine) == []
 
 
-# mx.fast.rms_norm rounds once more in 16 bits, and its gradient of very large rows is no longer accurate.
+# mx.fast.rms_norm rounds once more in 16 bits, and its gradient is no longer accurate of very large rows, nor of rows
+# of one element, which it takes from terms that cancel.
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.values in ("normal", "ties", "ranges")], ids=lambda case: case.name
+    "case",
+    [case for case in CASES if case.values in ("normal", "ties", "ranges") and case.shape[-1] != 1],
+    ids=lambda case: case.name,
 )
 def test_reference_engine_agrees(case):
     assert disagreements(case, "reference") == []
@@ -137,8 +144,8 @@ def test_two_runs_give_the_same_bits_in_any_order_of_threads(case):
 @pytest.mark.parametrize("sharing", [Sharing(1, 1), Sharing(3, 1), Sharing(1000, 1), Sharing(1000, 1000)], ids=str)
 @pytest.mark.parametrize("case", PATHS, ids=lambda case: case.name)
 def test_any_sharing_of_rows_gives_the_result(case, sharing, monkeypatch):
-    monkeypatch.setattr(op, "FORWARD", sharing)
-    monkeypatch.setattr(op, "BACKWARD", sharing)
+    monkeypatch.setattr(launch, "FORWARD", sharing)
+    monkeypatch.setattr(launch, "BACKWARD", sharing)
     assert disagreements(case, "emulator") == []
 
 
@@ -165,30 +172,47 @@ def test_tiles_cover_every_row_once(batches, rows, columns, sharing):
 NARROW, WIDE, LONG = PATHS[:3]
 EPS = {case: replace(case, eps=0.5) for case in PATHS}
 TAIL, SHIFTED = RMSNormCase((9, 263)), replace(WIDE, layout="shifted")
-BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-PART = "part = simdgroup_index_in_threadgroup"
+LONG_TAIL = RMSNormCase((9, 4103))
+BARRIER = "metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);"
+UNROLL = "#pragma clang loop unroll(full)\n"
 # Fault: text, what takes its place, a case, what must be found.
 BREAKS = {
-    "no barrier in the reduction": (f"metal::{BARRIER}".replace("(mem", "(metal::mem"), "", WIDE, "RaceError"),
+    "no barrier in the reduction": (BARRIER, "", WIDE, "RaceError"),
     "one scratch for all rows": ("scratch + turn * 32", "scratch", WIDE, "RaceError"),
-    "no barrier before w is shared": (f"metal::{BARRIER}".replace("(mem", "(metal::mem"), "", NARROW, "Error"),
-    "no barrier before dw takes the place of w": (f"{BARRIER}\n#pragma", "#pragma", NARROW, "RaceError"),
-    "no barrier before simdgroups are joined": (BARRIER, "", NARROW, "RaceError"),
-    "no eps": (" + epsilon", "", EPS[WIDE], "y must be"),
-    "no eps in long rows": (" + eps)", ")", EPS[LONG], "y must be"),
-    "no 1/C": ("sum[0] / columns", "sum[0]", WIDE, "y must be"),
-    "no 1/C in the gradient": ("c = sum[0] / columns", "c = sum[0]", WIDE, "dx must be"),
+    "no barrier before w is shared": (f"{BARRIER}\n{UNROLL}  for", f"{UNROLL}  for", NARROW, "Error"),
+    "no barrier before dw takes the place of w": (
+        f"{BARRIER}\n{UNROLL}      for",
+        f"{UNROLL}      for",
+        NARROW,
+        "Race",
+    ),
+    "no barrier before simdgroups are joined": (f"{BARRIER}\n      for (int of", "for (int of", NARROW, "Race"),
+    "no eps": ("rows.columns + eps", "rows.columns", EPS[WIDE], "y must be"),
+    "no eps in long rows": ("columns + eps", "columns", EPS[LONG], "y must be"),
+    "no 1/C": ("sum[0] / rows.columns + eps", "sum[0] + eps", WIDE, "y must be"),
+    "no 1/C in the gradient": ("0.0f, sum[0] / rows.columns", "0.0f, sum[0]", WIDE, "dx must be"),
     "no 1/C in the gradient of long rows": ("(sum[0] + dr[row] * r) / columns", "sum[0]", LONG, "dx must be"),
-    "x is read one further": ("(x + row0 * columns + at,", "(x + row0 * columns + at + 1,", WIDE, "BoundsError"),
-    "y is written one further": ("(y + row0 * columns + at,", "(y + row0 * columns + at + 1,", WIDE, "BoundsError"),
+    "x is read one further": ("load_floats(x + rows.at(row),", "load_floats(x + rows.at(row) + 1,", WIDE, "Bounds"),
+    "y is written one further": (
+        "store_floats(y + rows.at(row),",
+        "store_floats(y + rows.at(row) + 1,",
+        WIDE,
+        "Bounds",
+    ),
     "rows past the end": ("row < count ? limit : 0", "limit", NARROW, "BoundsError"),
-    "columns past the end": ("clamp(columns - column, 0, N)", "N", WIDE, "BoundsError"),
+    "columns past the end": ("metal::clamp(columns - column, 0, N)", "N", WIDE, "BoundsError"),
+    "columns past the end of long rows": ("metal::min(columns - column, N)", "N", LONG_TAIL, "BoundsError"),
     "no w": ("values[i] *= weight[i];", "", WIDE, "y must be"),
+    "no w in long rows": ("values[i] *= weight[i];", "", LONG, "y must be"),
     "no w in the gradient": ("g[i] *= weight[i];", "", WIDE, "dx must be"),
     "no w in the gradient of long rows": ("g[i] *= weight[i];", "", LONG, "dx must be"),
-    "lanes are not joined": ("dw[i] += simd_shuffle_xor(dw[i], step);", "", NARROW, "dw must be"),
+    "no w in the sums of long rows": (
+        *("g[i] *= weight[i];\n      }\n      sum_g", "}\n      sum_g", LONG, "dx must be"),
+    ),
+    "1/rms of another row": ("values[first + row] : 0.0f", "values[first] : 0.0f", WIDE, "dx must be"),
+    "lanes are not joined": ("sums[i] += metal::simd_shuffle_xor(sums[i], step);", "", NARROW, "dw must be"),
     "half the lanes are joined": ("step < lanes; step *= 2", "2 * step < lanes; step *= 2", NARROW, "y must be"),
-    "a part is left out": (f"{PART};", f"{PART} + 1;", WIDE, "dw must be"),
+    "a part in the place of another": ("part = size_t(group.z) * groups.y + group.y", "part = 0", LONG, "Error"),
     "no look at the address": (" || !is_aligned(source, Chunk::bytes)", "", SHIFTED, "AlignmentError"),
     "no tail": ("i < limit ? static_cast<float>(source[i]) : 0.0f", "source[i]", TAIL, "BoundsError"),
 }
@@ -197,16 +221,7 @@ BREAKS = {
 @pytest.mark.parametrize("fault", BREAKS)
 def test_broken_source_is_found(fault, monkeypatch):
     old, new, case, sign = BREAKS[fault]
-    whole = op._kernel
-    names = ["forward", "forward_long", "backward", "backward_long_rows", "backward_long", "sum_dw"]
-    changed = {name: broken(whole(name), old, new) for name in names}
-    assert any(changed[name].source != whole(name).source for name in names), "the text to replace is not there"
-    # Several rows for each threadgroup, so that loops go round.
-    monkeypatch.setattr(op, "FORWARD", Sharing(2, 1))
-    monkeypatch.setattr(op, "BACKWARD", Sharing(2, 1))
-    assert findings([case], "emulator") == []
-    monkeypatch.setattr(op, "_kernel", changed.__getitem__)
-    found = findings([case], "emulator")
+    found = found_in_broken(monkeypatch, old, new, case, sign)
     assert any(sign in line for line in found), found
 
 

@@ -1,36 +1,14 @@
 """What callers of rms_norm see: dtypes, errors, engines, vmap, second derivatives, checkpoints, compiled functions."""
 
 from forge_mlx import kernels
-from forge_mlx.kernels.rms_norm import op, reference
+from forge_mlx.kernels.norms import reference
+from forge_mlx.kernels.norms import rms_norm_op as op
 from forge_mlx.metal.engine import use_engine
-from forge_mlx.metal.kernel import MetalKernel
 import mlx.core as mx
-import numpy as np
+from norm_proofs import assert_close, launched_engines, random, second_derivative
 import pytest
 
 FUNCTIONS = {"op": kernels.rms_norm, "reference": reference.rms_norm}
-
-
-def random(shape, seed, dtype=mx.float32):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
-def assert_close(got, want, rtol=1e-5):
-    got, want = np.array(got, np.float64), np.array(want, np.float64)
-    assert got.shape == want.shape
-    assert np.abs(got - want).max() <= rtol * np.abs(want).max()
-
-
-def second_derivative(function, *arguments):
-    """Gradients of a weighted sum of the first gradients."""
-
-    def first(*arguments):
-        gradients = mx.grad(lambda *inner: (function(*inner) ** 3).sum(), argnums=tuple(range(len(arguments))))(
-            *arguments
-        )
-        return sum((gradient * random(gradient.shape, 9 + index)).sum() for index, gradient in enumerate(gradients))
-
-    return mx.grad(first, argnums=tuple(range(len(arguments))))(*arguments)
 
 
 DTYPES = [(x, w) for x in (mx.float32, mx.float16, mx.bfloat16) for w in (mx.float32, mx.float16, mx.bfloat16, None)]
@@ -109,17 +87,8 @@ def test_use_engine_reaches_the_kernels(monkeypatch):
 
 @pytest.mark.parametrize("columns", [40, 264, 4104])
 def test_every_launch_is_on_the_engine_that_was_asked_for(columns, monkeypatch):
-    launched = []
-    call = MetalKernel.__call__
-
-    def on_the_emulator(self, *args, engine, **options):
-        launched.append(engine)
-        return call(self, *args, engine="emulator", **options)
-
-    monkeypatch.setattr(MetalKernel, "__call__", on_the_emulator)
-    monkeypatch.setattr("forge_mlx.metal.engine.missing", lambda _: None)
     x, w = random((3, columns), 0), random((columns,), 1)
-    mx.eval(mx.vjp(lambda x, w: kernels.rms_norm(x, w, impl="metal"), [x, w], [x]))
+    launched = launched_engines(monkeypatch, lambda x, w: kernels.rms_norm(x, w, impl="metal").sum(), x, w)
     assert launched == ["metal"] * (4 if columns > 4096 else 3)
 
 
@@ -137,7 +106,7 @@ def test_cotangent_of_the_inverse_rms_is_used():
     for columns in (40, 264, 4104):
         x, w = random((1, 5, columns), 0), random((1, columns), 1)
         _, got = mx.vjp(lambda x, w: op._normalise("emulator", 0.1, True)(x, w)[1], [x, w], [dr])
-        _, want = mx.vjp(lambda x, w: reference.forward(x, w, 0.1)[1], [x, w], [dr])
+        _, want = mx.vjp(lambda x, w: reference.rms_norm_forward(x, w, 0.1)[1], [x, w], [dr])
         assert_close(got[0], want[0])
         assert not got[1].any()
 
@@ -161,16 +130,16 @@ def lazy_kernels(monkeypatch):
         assert engine == "metal"
         assert x.ndim == 3
         assert w.shape == ((x.shape[0], x.shape[2]) if weighted else w.shape)
-        return reference.forward(x, w if weighted else None, eps)
+        return reference.rms_norm_forward(x, w if weighted else None, eps)
 
     def backward(engine, x, w, r, dy, dr, weighted):
         assert engine == "metal"
         assert w.shape == ((x.shape[0], x.shape[2]) if weighted else w.shape)
         assert (r.shape, dy.shape, dr.shape) == (x.shape[:2], x.shape, x.shape[:2])
-        return reference.backward(x, w if weighted else None, r, dy, dr)
+        return reference.rms_norm_backward(x, w if weighted else None, r, dy, dr)
 
     monkeypatch.setattr(op, "_forward", forward)
-    monkeypatch.setattr(op, "_backward", backward)
+    monkeypatch.setattr(op, "rms_norm_backward", backward)
     monkeypatch.setattr("forge_mlx.metal.engine.missing", lambda _: None)
 
     def call(*arguments):
@@ -246,8 +215,8 @@ def test_kernels_take_batches_with_weights_of_their_own(columns, weighted):
     x, w, dy, dr = random((3, 5, columns), 0), random((3, columns), 1), random((3, 5, columns), 2), random((3, 5), 3)
     weight = w if weighted else None
     y, r = op._forward("emulator", x, w, 0.1, weighted)
-    got = (y, r, *op._backward("emulator", x, w, r, dy, dr, weighted))
-    want = (*reference.forward(x, weight, 0.1), *reference.backward(x, weight, r, dy, dr))
+    got = (y, r, *op.rms_norm_backward("emulator", x, w, r, dy, dr, weighted))
+    want = (*reference.rms_norm_forward(x, weight, 0.1), *reference.rms_norm_backward(x, weight, r, dy, dr))
     for a, b in zip(got, want, strict=True):
         assert (a is None) == (b is None)
         if a is not None:

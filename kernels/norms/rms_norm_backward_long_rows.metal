@@ -1,10 +1,9 @@
 // c = (sum(g * n) + dr * r) / C with n = x * r and g = dy * w, one number a row, for rows of any length: one
-// threadgroup a row. backward_long.metal takes it from there.
+// threadgroup a row. rms_norm_backward_long.metal takes it from there.
 
 #include <metal_stdlib>
 
-#include "../_common/reduce.h"
-#include "../_common/vector.h"
+#include "long_rows.h"
 
 using namespace metal;
 
@@ -29,28 +28,13 @@ template <typename T, typename W, typename Y, bool WEIGHT>
   const int threads = threads_per_threadgroup.x;
   const int begin = thread_position_in_threadgroup.x * N;
   const size_t row = size_t(threadgroup_position_in_grid.y) * x_shape[1] + threadgroup_position_in_grid.x;
-  const size_t of_batch = threadgroup_position_in_grid.y;
+  const size_t weights = size_t(threadgroup_position_in_grid.y) * columns;
   const float r = inverse_rms[row];
 
-  float sum[1] = {0.0f};
-  for (int column = begin; column < columns; column += threads * N) {
-    const int limit = min(columns - column, N);
-    float n[N];
-    float g[N];
-    float weight[N];
-    forge::load_floats(x + row * columns + column, limit, n);
-    forge::load_floats(dy + row * columns + column, limit, g);
-    if constexpr (WEIGHT) {
-      forge::load_floats(w + of_batch * columns + column, limit, weight);
-    }
-#pragma clang loop unroll(full)
-    for (int i = 0; i < N; i++) {
-      if constexpr (WEIGHT) {
-        g[i] *= weight[i];
-      }
-      sum[0] += g[i] * (n[i] * r);
-    }
-  }
+  float sum_g;
+  float sum[1];
+  forge::sum_gradient<N, WEIGHT>(
+      x + row * columns, dy + row * columns, w + weights, columns, begin, threads * N, 0.0f, r, sum_g, sum[0]);
   forge::over_threadgroup<forge::Sum>(
       sum, scratch, thread_index_in_simdgroup, simdgroup_index_in_threadgroup, threads);
   if (begin == 0) {

@@ -2,8 +2,7 @@
 
 #include <metal_stdlib>
 
-#include "../_common/reduce.h"
-#include "../_common/vector.h"
+#include "long_rows.h"
 
 using namespace metal;
 
@@ -28,7 +27,6 @@ template <typename T, typename W, typename Y, bool WEIGHT>
   const int begin = thread_position_in_threadgroup.x * N;
   const size_t row = size_t(threadgroup_position_in_grid.y) * x_shape[1] + threadgroup_position_in_grid.x;
   x += row * columns;
-  y += row * columns;
 
   float sum[1] = {0.0f};
   for (int column = begin; column < columns; column += threads * N) {
@@ -46,22 +44,7 @@ template <typename T, typename W, typename Y, bool WEIGHT>
     inverse_rms[row] = r;
   }
 
-  const size_t of_batch = threadgroup_position_in_grid.y;
-  for (int column = begin; column < columns; column += threads * N) {
-    const int limit = min(columns - column, N);
-    float values[N];
-    forge::load_floats(x + column, limit, values);
-    float weight[N];
-    if constexpr (WEIGHT) {
-      forge::load_floats(w + of_batch * columns + column, limit, weight);
-    }
-#pragma clang loop unroll(full)
-    for (int i = 0; i < N; i++) {
-      values[i] *= r;
-      if constexpr (WEIGHT) {
-        values[i] *= weight[i];
-      }
-    }
-    forge::store_floats(y + column, limit, values);
-  }
+  const size_t weights = size_t(threadgroup_position_in_grid.y) * columns;
+  forge::write_normalised<N, WEIGHT, false>(
+      x, w + weights, w, y + row * columns, columns, begin, threads * N, 0.0f, r);
 }

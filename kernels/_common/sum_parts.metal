@@ -1,17 +1,17 @@
-// dw = the sum of what each threadgroup of the backward kernel found, always in the same order. A lane owns four
-// columns; the simdgroups of a threadgroup share the parts, and their sums are joined at the end.
+// The sum of rows that threadgroups of another kernel left, always in the same order. A lane owns four columns; the
+// simdgroups of a threadgroup share the parts, and their sums are joined at the end.
 
 #include <metal_stdlib>
 
-#include "../_common/vector.h"
+#include "vector.h"
 
 using namespace metal;
 
-template <typename W>
-[[kernel]] void rms_norm_sum_dw(
-    const device float* partial_dw [[buffer(0)]],
-    const constant int* partial_dw_shape [[buffer(1)]],
-    device W* dw [[buffer(2)]],
+template <typename T>
+[[kernel]] void sum_parts(
+    const device float* parts [[buffer(0)]],
+    const constant int* parts_shape [[buffer(1)]],
+    device T* total [[buffer(2)]],
     uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups_per_threadgroup [[simdgroups_per_threadgroup]],
     uint thread_index_in_simdgroup [[thread_index_in_simdgroup]],
@@ -22,30 +22,30 @@ template <typename W>
   constexpr int WIDTH = 32 * N;
   threadgroup float scratch[8 * WIDTH];
 
-  const int parts = partial_dw_shape[1];
-  const int columns = partial_dw_shape[2];
+  const int count = parts_shape[1];
+  const int columns = parts_shape[2];
   const int first = threadgroup_position_in_grid.x * WIDTH;
   const int own = thread_index_in_simdgroup * N;
   const int limit = clamp(columns - first - own, 0, N);
   const int simdgroups = simdgroups_per_threadgroup;
 
-  float total[N];
+  float own_sum[N];
 #pragma clang loop unroll(full)
   for (int i = 0; i < N; i++) {
-    total[i] = 0.0f;
+    own_sum[i] = 0.0f;
   }
-  partial_dw += size_t(threadgroup_position_in_grid.y) * parts * columns + first + own;
-  for (int part = simdgroup_index_in_threadgroup; part < parts; part += simdgroups) {
+  parts += size_t(threadgroup_position_in_grid.y) * count * columns + first + own;
+  for (int part = simdgroup_index_in_threadgroup; part < count; part += simdgroups) {
     float values[N];
-    forge::load_floats(partial_dw + size_t(part) * columns, limit, values);
+    forge::load_floats(parts + size_t(part) * columns, limit, values);
 #pragma clang loop unroll(full)
     for (int i = 0; i < N; i++) {
-      total[i] += values[i];
+      own_sum[i] += values[i];
     }
   }
 #pragma clang loop unroll(full)
   for (int i = 0; i < N; i++) {
-    scratch[simdgroup_index_in_threadgroup * WIDTH + own + i] = total[i];
+    scratch[simdgroup_index_in_threadgroup * WIDTH + own + i] = own_sum[i];
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -55,6 +55,6 @@ template <typename W>
     for (int simdgroup = 0; simdgroup < simdgroups; simdgroup++) {
       sum += scratch[simdgroup * WIDTH + column];
     }
-    dw[size_t(threadgroup_position_in_grid.y) * columns + first + column] = static_cast<W>(sum);
+    total[size_t(threadgroup_position_in_grid.y) * columns + first + column] = static_cast<T>(sum);
   }
 }

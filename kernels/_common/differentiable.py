@@ -1,0 +1,114 @@
+"""A function of kernels with its gradient, its gradient's gradient and its vmap rules: written once for every room."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar, cast
+
+from forge_mlx.kernels._common.folding import Arrays, Axes, Function
+import mlx.core as mx
+
+Item = TypeVar("Item")
+
+VmapRule = Callable[[Function, Arrays, Axes], tuple[Arrays, Axes]]
+"""What `mx.vmap` becomes: of the function, its arguments and where the mapped axis is in each (None: nowhere), the
+results and their mapped axes. `folding` has the usual ones."""
+
+
+def differentiable(
+    forward: Function,
+    backward: Function,
+    formula: Function,
+    *,
+    saved: Sequence[int] = (),
+    constants: Collection[int] = (),
+    vmap: VmapRule,
+    backward_vmap: VmapRule | None = None,
+) -> Function:
+    """The function `forward` whose gradient is `backward`, and whose second derivative is that of `formula`.
+
+    Options go into the three functions by closure, arrays only as arguments: an array in a closure gets no gradient.
+
+    Args:
+        forward: Takes the inputs and returns a tuple of outputs.
+        backward: Takes the inputs, the saved outputs and a cotangent for each output. Returns the gradient of each
+            input that is not a constant, in their order.
+        formula: The same as `backward` in plain MLX operations; `backward` itself if that consists of them.
+        saved: Indices of the outputs that `backward` takes. Their own cotangents count too.
+        constants: Indices of the inputs without a gradient, as ids are.
+        vmap: The rule of `forward`.
+        backward_vmap: The rule of `backward`; None: the same.
+
+    Returns:
+        A function of arrays alone.
+    """
+    # Plain operations need nothing around them, and a compiled step then joins them with what comes before and after.
+    is_plain = backward is formula and backward_vmap is None
+    gradient = backward if is_plain else _gradient(backward, formula, constants, backward_vmap or vmap)
+
+    @mx.custom_function
+    def function(*inputs: mx.array) -> Arrays:
+        return forward(*inputs)
+
+    @function.vjp
+    def vjp(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
+        primals, cotangents, outputs = _tuple(primals), _tuple(cotangents), _tuple(outputs)
+        found = gradient(*primals, *(outputs[index] for index in saved), *cotangents)
+        return _with_zeros(found, primals, constants)
+
+    @function.vmap
+    def rule(inputs: Arrays, axes: Axes) -> tuple[Arrays, Axes]:
+        return vmap(call, _tuple(inputs), _tuple(axes))
+
+    def call(*inputs: mx.array) -> Arrays:
+        return cast(Arrays, function(*_held(inputs, constants)))
+
+    return call
+
+
+def _gradient(backward: Function, formula: Function, constants: Collection[int], vmap: VmapRule) -> Function:
+    """`backward` as a function that can be differentiated and mapped itself."""
+
+    @mx.custom_function
+    def gradient(*inputs: mx.array) -> Arrays:
+        return backward(*inputs)
+
+    @gradient.vjp
+    def vjp(primals: Arrays, cotangents: Arrays, _outputs: Arrays) -> Arrays:
+        primals, cotangents = _tuple(primals), _tuple(cotangents)
+
+        def of_variables(*variables: mx.array) -> Arrays:
+            rest = iter(variables)
+            found = formula(*(array if index in constants else next(rest) for index, array in enumerate(primals)))
+            # Of an array that is returned twice, mx.vjp takes only the first cotangent.
+            return tuple(1 * each for each in found)
+
+        variables = [array for index, array in enumerate(primals) if index not in constants]
+        found = mx.vjp(of_variables, variables, list(cotangents))[1]
+        return _with_zeros(found, primals, constants)
+
+    @gradient.vmap
+    def rule(inputs: Arrays, axes: Axes) -> tuple[Arrays, Axes]:
+        return vmap(call, _tuple(inputs), _tuple(axes))
+
+    def call(*inputs: mx.array) -> Arrays:
+        return cast(Arrays, gradient(*_held(inputs, constants)))
+
+    return call
+
+
+def _tuple(given: tuple[Item, ...] | Item) -> tuple[Item, ...]:
+    """MLX hands over a single one as itself, several as a tuple or a list."""
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
+
+
+def _held(inputs: Arrays, constants: Collection[int]) -> Arrays:
+    """The inputs, those without a gradient cut off from what they were made of."""
+    return tuple(mx.stop_gradient(array) if index in constants else array for index, array in enumerate(inputs))
+
+
+def _with_zeros(gradients: Sequence[mx.array], primals: Arrays, constants: Collection[int]) -> Arrays:
+    """One array for each input: MLX would take a missing one for the cotangent."""
+    wanted = len(primals) - len(constants)
+    if len(gradients) != wanted:
+        raise ValueError(f"[differentiable] backward must return {wanted} gradients but got {len(gradients)}.")
+    rest = iter(gradients)
+    return tuple(mx.zeros_like(array) if index in constants else next(rest) for index, array in enumerate(primals))
