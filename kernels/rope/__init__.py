@@ -1,0 +1,5 @@
+"""Rotary position embedding."""
+
+from forge_mlx.kernels.rope.op import rope
+
+__all__ = ["rope"]
