@@ -8,7 +8,9 @@ from typing import Final, Literal, TypeAlias, cast
 from forge_mlx._config import Section
 from forge_mlx.nn.activations import GATED_ACTIVATIONS, softcap
 from forge_mlx.nn.attention import Attention
+from forge_mlx.nn.embedding import Embedding
 from forge_mlx.nn.kv_cache import KVCache
+from forge_mlx.nn.linear import Linear
 from forge_mlx.nn.mlp import MLP, GatedMLP
 from forge_mlx.nn.norms import LayerNorm, RMSNorm
 from forge_mlx.nn.parameters import count_elements, named_arrays
@@ -169,8 +171,9 @@ class Block(nn.Module):
 
     def __call__(self, x: mx.array, cache: KVCache | None = None) -> mx.array:
         """Map `[B, T, C]` to `[B, T, C]`."""
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cache))
-        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+        attended = self.dropout(self.self_attn(self.input_layernorm(x), cache))
+        normed, x = self.post_attention_layernorm.of_sum(attended, x)
+        return x + self.dropout(self.mlp(normed))
 
 
 class GPT(nn.Module):
@@ -210,16 +213,16 @@ class GPT(nn.Module):
             )
         self.config = config
         with _unchanged_random_state():
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
             if config.position == "learned":
-                self.embed_positions = nn.Embedding(config.max_seq_len, config.hidden_size)
+                self.embed_positions = Embedding(config.max_seq_len, config.hidden_size)
             if config.token_shift:
                 self.token_shift = TokenShift(config.hidden_size)
             self.dropout = nn.Dropout(config.dropout)
             self.layers = [Block(config) for _ in range(config.num_layers)]
             self.norm = _norm(config)
             if not config.tie_embeddings:
-                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+                self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         _initialise(self, config, seed)
 
     def __call__(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
@@ -263,17 +266,26 @@ class GPT(nn.Module):
         x = self.dropout(x)
         for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
             x = layer(x, layer_cache)
-        return cast(mx.array, self.norm(x))
+        return self.norm(x)
 
     def head(self, hidden: mx.array) -> mx.array:
         """Logits `[..., V]` of hidden states `[..., C]`, soft-capped if the config says so."""
-        logits = hidden @ self.head_weight.T
+        logits = self.embed_tokens.as_linear(hidden) if self.config.tie_embeddings else self.lm_head(hidden)
         return logits if self.config.logit_softcap is None else softcap(logits, self.config.logit_softcap)
 
     @property
     def head_weight(self) -> mx.array:
-        """The output head's matrix `[V, C]`: the embedding table when tied."""
+        """The output head's matrix `[V, C]`: the embedding table when tied.
+
+        Raises:
+            ValueError: When the head has been replaced by one that is not a matrix, as a quantised one.
+        """
         owner = self.embed_tokens if self.config.tie_embeddings else self.lm_head
+        if not isinstance(owner, (Embedding, Linear)):
+            raise ValueError(
+                f"[GPT] head_weight must be the matrix of an Embedding or a Linear but the head is a "
+                f"{type(owner).__name__}. Call head(hidden), or leave the head out when layers are replaced."
+            )
         return owner.weight
 
     def make_cache(self) -> list[Cache]:
@@ -333,10 +345,10 @@ class GPT(nn.Module):
                 f"[GPT] learned positions end at max_seq_len, {limit}, but got {offset + length} tokens. "
                 "Shorten the sequence, or train with a larger max_seq_len or with position: rope."
             )
-        return self.embed_positions.weight[offset : offset + length]
+        return self.embed_positions(mx.arange(offset, offset + length))
 
 
-def _norm(config: GPTConfig) -> nn.Module:
+def _norm(config: GPTConfig) -> RMSNorm | LayerNorm:
     if config.norm == "rms_norm":
         return RMSNorm(config.hidden_size, eps=config.norm_eps, weight=config.norm_weight)
     shift = config.bias and config.norm_weight

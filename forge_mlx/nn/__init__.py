@@ -2,7 +2,9 @@
 
 from forge_mlx.nn.activations import relu2, softcap
 from forge_mlx.nn.attention import Attention, causal_attention
+from forge_mlx.nn.embedding import Embedding
 from forge_mlx.nn.kv_cache import KVCache
+from forge_mlx.nn.linear import Linear
 from forge_mlx.nn.losses import IGNORE_INDEX, cross_entropy, cross_entropy_sum
 from forge_mlx.nn.mlp import MLP, GatedMLP
 from forge_mlx.nn.norms import LayerNorm, RMSNorm
@@ -13,10 +15,12 @@ __all__ = [
     "IGNORE_INDEX",
     "MLP",
     "Attention",
+    "Embedding",
     "GatedMLP",
     "KVCache",
     "LastToken",
     "LayerNorm",
+    "Linear",
     "RMSNorm",
     "TokenShift",
     "causal_attention",

@@ -2,7 +2,9 @@
 
 from typing import Final
 
+from forge_mlx.kernels.rope import rope
 from forge_mlx.nn.kv_cache import KVCache
+from forge_mlx.nn.linear import Linear
 from forge_mlx.nn.norms import RMSNorm
 import mlx.core as mx
 import mlx.nn as nn
@@ -87,10 +89,10 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5
         self.rope_base = rope_base
         self.rope_scale = rope_scale
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
+        self.q_proj = Linear(hidden_size, num_heads * head_dim, bias=bias)
+        self.k_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=bias)
+        self.v_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=bias)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=bias)
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(head_dim, eps=qk_norm_eps, weight=qk_norm_weight)
             self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps, weight=qk_norm_weight)
@@ -102,7 +104,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_base is not None:
             offset = 0 if cache is None else cache.offset
-            q, k = self._rotate(q, offset), self._rotate(k, offset)
+            q, k = (rope(each, base=self.rope_base, scale=self.rope_scale, offset=offset) for each in (q, k))
         if cache is not None:
             k, v = cache.update(k, v)
         out = causal_attention(q, k, v, scale=self.scale)
@@ -114,8 +116,3 @@ class Attention(nn.Module):
         """`[B, T, H * D]` to `[B, H, T, D]`."""
         batch, length, width = x.shape
         return x.reshape(batch, length, width // self.head_dim, self.head_dim).transpose(0, 2, 1, 3)
-
-    def _rotate(self, x: mx.array, offset: int) -> mx.array:
-        return mx.fast.rope(
-            x, self.head_dim, traditional=False, base=self.rope_base, scale=self.rope_scale, offset=offset
-        )

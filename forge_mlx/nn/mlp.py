@@ -1,6 +1,7 @@
 """The feed-forward half of a transformer block, plain or gated."""
 
 from forge_mlx.nn.activations import ACTIVATIONS, GATED_ACTIVATIONS
+from forge_mlx.nn.linear import Linear
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -18,8 +19,8 @@ class MLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, *, activation: str, bias: bool) -> None:
         super().__init__()
         self._activation = ACTIVATIONS[activation]
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Map `[..., C]` to `[..., C]`."""
@@ -28,7 +29,7 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)): SwiGLU with SiLU, GEGLU with GELU.
+    """down(act(gate(x)) * up(x)): SwiGLU with SiLU, GEGLU with GELU, product and activation in one pass.
 
     Args:
         hidden_size: Width C of input and output.
@@ -40,11 +41,11 @@ class GatedMLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, *, activation: str, bias: bool) -> None:
         super().__init__()
         self._activation = GATED_ACTIVATIONS[activation]
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Map `[..., C]` to `[..., C]`."""
-        hidden: mx.array = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
+        hidden: mx.array = self.down_proj(self._activation(self.gate_proj(x), self.up_proj(x)))
         return hidden

@@ -1,6 +1,6 @@
 """Normalisation over the last axis, with or without a learnable scale."""
 
-from forge_mlx.kernels import rms_norm
+from forge_mlx.kernels.norms import add_rms_norm, layer_norm, rms_norm
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -24,6 +24,10 @@ class RMSNorm(nn.Module):
         """Normalise `[..., dims]`."""
         return rms_norm(x, self.get("weight"), self.eps)
 
+    def of_sum(self, x: mx.array, residual: mx.array) -> tuple[mx.array, mx.array]:
+        """Normalise x + residual, both `[..., dims]`. Returns the result and the sum, from one pass over them."""
+        return add_rms_norm(x, residual, self.get("weight"), self.eps)
+
 
 class LayerNorm(nn.Module):
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis.
@@ -45,4 +49,9 @@ class LayerNorm(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Normalise `[..., dims]`."""
-        return mx.fast.layer_norm(x, self.get("weight"), self.get("bias"), self.eps)
+        return layer_norm(x, self.get("weight"), self.get("bias"), self.eps)
+
+    def of_sum(self, x: mx.array, residual: mx.array) -> tuple[mx.array, mx.array]:
+        """Normalise x + residual, both `[..., dims]`. Returns the result and the sum."""
+        total = x + residual
+        return self(total), total

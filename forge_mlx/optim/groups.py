@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from forge_mlx.nn.parameters import is_matrix, named_arrays
+from forge_mlx.optim.adamw import AdamW
 from forge_mlx.optim.config import OptimConfig
 import mlx.core as mx
 import mlx.optimizers as optim
+from mlx.utils import tree_map, tree_merge
 
 ParameterFilter = Callable[[str, mx.array], bool]
 
@@ -46,9 +48,35 @@ class GroupedOptimizer(optim.MultiOptimizer):
         for optimizer, peak in zip(self.optimizers, self._peak_rates, strict=True):
             optimizer.learning_rate = peak * factor
 
+    def apply_gradients(
+        self, gradients: dict[str, Any], parameters: dict[str, Any], grad_scale: float | mx.array = 1.0
+    ) -> dict[str, Any]:
+        """One step of every group.
+
+        Args:
+            gradients: a tree of arrays.
+            parameters: a tree with at least these parameters.
+            grad_scale: factor on all gradients; AdamW multiplies with it in its own pass.
+
+        Returns:
+            the new parameters, in the form of the gradients.
+        """
+        updated: dict[str, Any] = {}
+        for optimizer, part in zip(self.optimizers, self._split_dictionary(gradients), strict=True):
+            if isinstance(optimizer, AdamW):
+                new = optimizer.apply_gradients(part, parameters, grad_scale)
+            else:
+                new = optimizer.apply_gradients(tree_map(lambda g: g * grad_scale, part), parameters)
+            updated = tree_merge(updated, new)
+        return updated
+
     def flat_state(self) -> dict[str, mx.array]:
-        """The whole state as one flat dictionary of arrays, ready for a safetensors file."""
-        return dict(named_arrays(self.state))
+        """The whole state as one flat dictionary of arrays by parameter, ready for a safetensors file."""
+        return {
+            f"states.{index}.{name}": array
+            for index, optimizer in enumerate(self.optimizers)
+            for name, array in _flat_state(optimizer).items()
+        }
 
     def load_flat_state(self, arrays: dict[str, mx.array]) -> None:
         """Restore what ``flat_state`` returned.
@@ -69,8 +97,18 @@ class GroupedOptimizer(optim.MultiOptimizer):
                     f"[GroupedOptimizer] {name} must be {own[name].dtype} {own[name].shape} "
                     f"but got {array.dtype} {array.shape}."
                 )
-        for i, optimizer in enumerate(self.optimizers):
-            _assign(optimizer.state, arrays, f"states.{i}")
+        for index, optimizer in enumerate(self.optimizers):
+            prefix = f"states.{index}"
+            if isinstance(optimizer, AdamW):
+                names = _flat_state(optimizer)
+                optimizer.load_flat_state({name: arrays[f"{prefix}.{name}"] for name in names})
+            else:
+                _assign(optimizer.state, arrays, prefix)
+
+
+def _flat_state(optimizer: optim.Optimizer) -> dict[str, mx.array]:
+    """An optimizer's state by dotted names, AdamW's by parameter."""
+    return optimizer.flat_state() if isinstance(optimizer, AdamW) else dict(named_arrays(optimizer.state))
 
 
 def _assign(tree: dict[str, Any] | list[Any], arrays: dict[str, mx.array], prefix: str) -> None:
@@ -95,14 +133,8 @@ def build_optimizer(config: OptimConfig) -> GroupedOptimizer:
     AdamW follows Loshchilov and Hutter 2019 with bias correction, as PyTorch's. Muon is Jordan et al. 2024.
     """
 
-    def adamw(weight_decay: float) -> optim.AdamW:
-        return optim.AdamW(
-            config.lr,
-            betas=list(config.betas),
-            eps=config.eps,
-            weight_decay=weight_decay,
-            bias_correction=True,
-        )
+    def adamw(weight_decay: float) -> AdamW:
+        return AdamW(config.lr, config.betas, config.eps, weight_decay)
 
     optimizers: list[optim.Optimizer] = [adamw(config.weight_decay), adamw(0.0)]
     filters: list[ParameterFilter] = [lambda _name, parameter: is_matrix(parameter)]

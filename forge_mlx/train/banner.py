@@ -8,6 +8,8 @@ from typing import Any
 from forge_mlx.blas import blas_choice
 from forge_mlx.data.config import DataConfig
 from forge_mlx.info import versions
+from forge_mlx.kernels.linear_cross_entropy.chunks import chunk_rows
+from forge_mlx.metal.engine import resolve
 from forge_mlx.optim import OptimConfig
 from forge_mlx.train.device import Placement
 from forge_mlx.train.trainer import Trainer
@@ -54,6 +56,12 @@ def log_model(trainer: Trainer, log: Callable[[str], None]) -> None:
     log(
         f"model: {model.num_parameters():,} parameters ({model.num_parameters(embeddings=False):,} without "
         f"embeddings), {config.model.num_layers} layers of {config.model.hidden_size}"
+    )
+    rows = loop.batch_size * loop.seq_len
+    chunk = chunk_rows(rows, 4 * model.head_weight.shape[0], trainer.placement.device.type)
+    log(
+        f"loss: linear_cross_entropy, engine {resolve('linear_cross_entropy')}; the logits of {chunk:,} of a pass's "
+        f"{rows:,} tokens exist at once"
     )
     log(f"optimizer: {_optimizer_text(config.optim)}")
     passes = f" x {loop.accumulate} passes" if loop.accumulate > 1 else ""

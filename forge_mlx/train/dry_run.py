@@ -38,7 +38,14 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
     loop, steps, step_tokens = config.train, config.train.steps, config.tokens_per_step
     flops = model.flops_per_token(loop.seq_len) * step_tokens
     memory = estimate_memory(
-        config.model, config.optim, total, loop.batch_size, loop.seq_len, placement.dtype_name, loop.accumulate
+        config.model,
+        config.optim,
+        total,
+        loop.batch_size,
+        loop.seq_len,
+        placement.dtype_name,
+        loop.accumulate,
+        placement.device.type,
     )
     parts = [f"{name} {size(num_bytes)}" for name, num_bytes in asdict(memory).items()]
     passes = f"{loop.accumulate} pass{'' if loop.accumulate == 1 else 'es'}"

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from forge_mlx.kernels.linear_cross_entropy.chunks import chunk_rows
 from forge_mlx.models.gpt import GPTConfig
 from forge_mlx.optim import OptimConfig
 from forge_mlx.train.device import DTYPES
+import mlx.core as mx
 
 # How many arrays of the MLP's width one layer keeps for its backward pass, by `model.mlp`; measured.
 _MLP_ARRAYS = {"swiglu": 5, "geglu": 6, "gelu": 4, "gelu_tanh": 5, "silu": 4, "relu2": 3}
@@ -19,7 +21,8 @@ class MemoryEstimate:
         gradients: of the weights, float32; with accumulation those of the passes before too.
         optimizer: the moments, likewise twice.
         activations: what the backward pass needs of the forward pass.
-        logits: logits, their exponentials and their gradient, float32 in the loss.
+        logits: of one chunk of rows: the logits, their exponentials and their gradient, float32 in the loss; and the
+            gradient of the head's weight, which is summed over the chunks in float32.
     """
 
     weights: int
@@ -44,6 +47,7 @@ def estimate_memory(
     seq_len: int,
     dtype: str,
     accumulate: int = 1,
+    device: mx.DeviceType = mx.cpu,
 ) -> MemoryEstimate:
     """Estimate the peak of one training step.
 
@@ -59,6 +63,7 @@ def estimate_memory(
         seq_len: tokens in a row.
         dtype: of the forward and backward pass.
         accumulate: passes an update.
+        device: where it runs.
     """
     size = DTYPES[dtype].size
     tokens = batch_size * seq_len
@@ -70,11 +75,13 @@ def estimate_memory(
         widths += 2 * model.hidden_size
     probabilities = 2 * model.num_heads * seq_len
     activations = model.num_layers * tokens * (widths + probabilities) * size
+    vocabulary = model.vocab_size or 1
+    chunk = chunk_rows(tokens, 4 * vocabulary, device)
     moments = 2 if optim.name == "adamw" else 1
     return MemoryEstimate(
         weights=2 * 4 * parameters,
         gradients=(1 if accumulate == 1 else 2) * 4 * parameters,
         optimizer=2 * moments * 4 * parameters,
         activations=activations,
-        logits=(3 if model.logit_softcap is None else 4) * tokens * (model.vocab_size or 0) * 4,
+        logits=4 * vocabulary * ((3 if model.logit_softcap is None else 4) * chunk + 2 * model.hidden_size),
     )

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from forge_mlx.kernels.linear_cross_entropy import gradients_in_forward, linear_cross_entropy
+from forge_mlx.kernels.reductions import sum_squares
 from forge_mlx.nn.losses import cross_entropy
 from forge_mlx.nn.parameters import named_arrays
 from forge_mlx.optim import GroupedOptimizer
@@ -14,15 +16,53 @@ from mlx.utils import tree_map
 Tree = dict[str, Any]
 
 
+class _Config(Protocol):
+    logit_softcap: float | None
+
+
+@runtime_checkable
+class HasHead(Protocol):
+    """A model whose logits are softcap(hidden(tokens) @ head_weight.T)."""
+
+    config: _Config
+
+    def hidden(self, tokens: mx.array) -> mx.array:
+        """Map ``[B, T]`` to ``[B, T, C]``."""
+
+    @property
+    def head_weight(self) -> mx.array:
+        """``[V, C]``."""
+
+
 def summed_loss(model: nn.Module, tokens: mx.array, mask: mx.array | None = None) -> mx.array:
     """Sum over the targets of ``-ln p(target)``, in nats.
+
+    The logits of a model that has ``hidden`` and ``head_weight`` are computed and dropped chunk by chunk.
 
     Args:
         model: maps tokens ``[B, T]`` to logits ``[B, T, V]``.
         tokens: int32 ``[B, T + 1]``: the first T are the inputs, the last T the targets.
         mask: float32 ``[B, T]`` of weights of the targets; None: all count once.
     """
-    return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], weights=mask, reduction="sum")
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if not isinstance(model, HasHead):
+        return cross_entropy(model(inputs), targets, weights=mask, reduction="sum")
+    return linear_cross_entropy(
+        model.hidden(inputs),
+        model.head_weight,
+        targets,
+        softcap=model.config.logit_softcap,
+        weights=mask,
+        reduction="sum",
+    )
+
+
+def _trains_head(model: nn.Module) -> bool:
+    """Whether the head's weight is trainable."""
+    if not isinstance(model, HasHead):
+        return False
+    weight = model.head_weight
+    return any(array is weight for _, array in named_arrays(model.trainable_parameters()))
 
 
 def cast_floats(tree: Tree, dtype: mx.Dtype) -> Tree:
@@ -33,7 +73,7 @@ def cast_floats(tree: Tree, dtype: mx.Dtype) -> Tree:
 
 def global_norm(tree: Tree) -> mx.array:
     """Square root of the sum of squares of all arrays, in float32."""
-    return mx.sqrt(sum((a.astype(mx.float32).square().sum() for _, a in named_arrays(tree)), mx.array(0.0)))
+    return mx.sqrt(sum_squares([array for _, array in named_arrays(tree)]))
 
 
 class TrainStep:
@@ -56,10 +96,13 @@ class TrainStep:
         optimizer.init(model.trainable_parameters())
         mx.eval(model.parameters(), optimizer.state)
         random_state = mx.random.state
+        trains_head = _trains_head(model)
 
         def loss_of(params: Tree, tokens: mx.array) -> mx.array:
             model.update(cast_floats(params, dtype))
-            return summed_loss(model, tokens)
+            # Every loss here is differentiated: its logits need not be computed twice.
+            with gradients_in_forward(weight=trains_head):
+                return summed_loss(model, tokens)
 
         @partial(mx.compile, inputs=random_state, outputs=random_state)
         def first_pass(params: Tree, tokens: mx.array) -> tuple[mx.array, Tree]:
@@ -76,9 +119,7 @@ class TrainStep:
 
         @partial(mx.compile, inputs=optimizer.state, outputs=optimizer.state)
         def apply(params: Tree, grads: Tree, scale: mx.array) -> Tree:
-            scaled = tree_map(lambda g: g * scale, grads)
-            updated: Tree = optimizer.apply_gradients(scaled, params)
-            return updated
+            return optimizer.apply_gradients(grads, params, scale)
 
         self._first_pass, self._next_pass, self._finish, self._apply = first_pass, next_pass, finish, apply
         self._clip_norm = clip_norm

@@ -350,3 +350,20 @@ def test_a_compiled_step_has_the_same_gradients():
     model.update(p)
     for key, value in want.items():
         close(got[key], np.array(value), 1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_quantised_model_runs(tied, position):
+    config = GPTConfig(
+        vocab_size=96, num_layers=1, hidden_size=64, num_heads=2, max_seq_len=8, tie_embeddings=tied, position=position
+    )
+    model = GPT(config)
+    tokens = mx.array([[5, 17, 3]])
+    logits = model(tokens)
+    nn.quantize(model, group_size=32, bits=8)
+    assert mx.abs(model(tokens) - logits).max() <= 0.05 * mx.abs(logits).max()
+    with pytest.raises(
+        ValueError, match="head_weight must be the matrix of an Embedding or a Linear but the head is a Q"
+    ):
+        _ = model.head_weight

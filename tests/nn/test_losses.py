@@ -1,6 +1,6 @@
 """Cross entropy against PyTorch in float64: values, gradients, masks, extremes and transformations."""
 
-from forge_mlx.nn import losses
+from forge_mlx.kernels.cross_entropy import op
 from forge_mlx.nn.losses import cross_entropy, cross_entropy_sum
 import mlx.core as mx
 import numpy as np
@@ -17,8 +17,8 @@ ONLY_ONE_EXP = pytest.mark.parametrize("form", ["one_exp"], indirect=True)
 
 @pytest.fixture(params=["one_exp", "fused"], autouse=True)
 def form(request, monkeypatch):
-    """Both forms: the CPU's own, and the one for GPUs, which MLX also runs (unfused) on a CPU."""
-    monkeypatch.setattr(losses, "_fused", lambda: request.param == "fused")
+    """Both plain forms: the CPU's own, and the one for GPUs, which MLX also runs (unfused) on a CPU."""
+    monkeypatch.setattr(op, "_has_fused_kernel", lambda: request.param == "fused")
     return request.param
 
 
@@ -104,6 +104,20 @@ def test_sum_and_count_add_up_over_batches():
     close(total / count, oracle(logits, targets, weights, "mean")[0])
     _, unweighted = cross_entropy_sum(mx.array(logits), mx.array(targets))
     assert unweighted.item() == 6
+
+
+@pytest.mark.parametrize("option", [{"label_smoothing": 0.1}, {"softcap": 2.0}, {"z_loss": 0.01}], ids=str)
+def test_sum_passes_every_option_on(option):
+    logits, targets, weights = case(8, 13)
+    targets[[1, 6]] = -100
+    arguments = mx.array(logits), mx.array(targets)
+    total, count = cross_entropy_sum(*arguments, weights=mx.array(weights), **option)
+    mean = cross_entropy(*arguments, weights=mx.array(weights), **option)
+    close(total / count, mean.item(), 1e-6)
+    close(total, cross_entropy(*arguments, weights=mx.array(weights), reduction="sum", **option).item(), 1e-7)
+    assert abs(total.item() - cross_entropy(*arguments, weights=mx.array(weights), reduction="sum").item()) > 1e-3
+    with pytest.raises(ValueError, match="impl must be among"):
+        cross_entropy_sum(*arguments, impl="emulater")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -227,6 +241,19 @@ def test_a_step_takes_one_exponential_a_logit(tmp_path):
     assert "LogSumExp" not in text
 
 
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0}, {"softcap": 2.0}], ids=str
+)
+def test_options_are_the_same_in_both_forms(options):
+    logits, targets, weights = (mx.array(each) for each in case(8, 13))
+
+    def run(impl):
+        return mx.value_and_grad(lambda z: cross_entropy(z, targets, weights=weights, impl=impl, **options))(logits)
+
+    for got, want in zip(run("reference"), run("emulator"), strict=True):
+        close(got, np.array(want))
+
+
 def bad(**changes):
     arguments = {"logits": mx.zeros((2, 3)), "targets": mx.zeros((2,), mx.int32), **changes}
     return cross_entropy(arguments.pop("logits"), arguments.pop("targets"), **arguments)
@@ -235,11 +262,11 @@ def bad(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"logits": mx.zeros((2, 3), mx.int32)}, "logits must be floating point but got mlx.core.int32"),
-        ({"targets": mx.zeros((2,))}, "targets must be integers but got mlx.core.float32"),
+        ({"logits": mx.zeros((2, 3), mx.int32)}, "logits must be float32, float16 or bfloat16 but got int32"),
+        ({"targets": mx.zeros((2,))}, "targets must be integers but got float32"),
         ({"targets": mx.zeros((3,), mx.int32)}, r"got \(3,\) for logits \(2, 3\)"),
-        ({"logits": mx.array(1.0), "targets": mx.array(0)}, r"for logits \(\)"),
-        ({"weights": mx.ones((3,))}, r"weights must have the shape of targets, \(2,\), but got \(3,\)"),
+        ({"logits": mx.array(1.0), "targets": mx.array(0)}, r"1 or more axes but got the shape \(\)"),
+        ({"weights": mx.ones((3,))}, r"weights must have the shape \(2,\), that of targets, but got \(3,\)"),
         ({"reduction": "average"}, "reduction must be one of .* but got 'average'"),
     ],
 )

@@ -141,11 +141,25 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(config):
         assert error < 1e-4 * np.abs(expected).max(), name
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_grad_scale_is_a_factor_on_the_gradients_of_every_group(name):
+    params = parameters(LLAMA)
+    config = OptimConfig(name=name, eps=1e-2)
+    scaled, plain = build_optimizer(config), build_optimizer(config)
+    found = want = as_tree(params)
+    for step, scale in enumerate((1.0, 0.01, 3.0)):
+        found = scaled.apply_gradients(as_tree(gradients(params, step)), found, mx.array(scale))
+        want = plain.apply_gradients(as_tree(gradients(params, step, scale)), want)
+    for (key, a), (_, b) in zip(tree_flatten(found), tree_flatten(want), strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-4, atol=1e-5, err_msg=key)
+
+
 def groups_of(optimizer):
     """The names of the parameters in each group, read from the state's moments."""
+    moments = [name.split(".", 2)[1:] for name in optimizer.flat_state() if name.endswith((".m", ".v"))]
     return [
-        {name.rsplit(".", 1)[0] for name, _ in tree_flatten(o.state) if name.endswith((".m", ".v"))}
-        for o in optimizer.optimizers
+        {name.rsplit(".", 1)[0] for group, name in moments if group == str(index)}
+        for index in range(len(optimizer.optimizers))
     ]
 
 

@@ -58,7 +58,7 @@ def test_says_what_would_be_trained(tmp_path):
     assert facts[5] == f"FLOPs:         {flops:.3g} a step, {flops * 450:.3g} in all"
     assert facts[6].startswith("memory:        about ")
     assert facts[7] == "               weights 13.8 MB, gradients 13.8 MB, optimizer 13.8 MB,"
-    assert facts[8].startswith("               activations 133.7 MB, logits 50.3 MB")
+    assert facts[8].startswith("               activations 133.7 MB, logits 15.7 MB")
     assert facts[9] == f"run folder:    {tmp_path / 'run'}"
 
 

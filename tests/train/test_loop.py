@@ -94,6 +94,7 @@ def test_first_lines_say_which_path_runs_and_why(finished: tuple[Path, list[str]
         r"^attention: mx\.fast\.scaled_dot_product_attention",
         r"^packing: concat \(",
         r"^model: [\d,]+ parameters",
+        r"^loss: linear_cross_entropy, engine reference \(.+\); the logits of 32 of a pass's 32 tokens exist at once$",
         r"^optimizer: adamw, lr 0\.003; cosine after 2 warmup steps$",
         r"^training: 9 steps of 64 tokens \(2 rows x 16 x 2 passes\)",
         r"^folder: .*run; Ctrl-C stops",

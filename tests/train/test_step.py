@@ -1,6 +1,9 @@
 import math
 
+from forge_mlx.kernels.linear_cross_entropy import linear_cross_entropy
+from forge_mlx.kernels.linear_cross_entropy.forward_gradients import chosen_variables
 from forge_mlx.models.gpt import GPT, GPTConfig
+from forge_mlx.nn.losses import cross_entropy
 from forge_mlx.optim import OptimConfig, build_optimizer
 from forge_mlx.train.step import TrainStep, cast_floats, global_norm, make_evaluator, summed_loss
 import mlx.core as mx
@@ -238,6 +241,63 @@ def test_summed_loss_is_minus_log_p_over_the_targets_that_count():
     nll = -np.take_along_axis(logp, np.array(tokens)[:, 1:, None].astype(np.int64), -1)[..., 0]
     assert summed_loss(model, tokens).item() == pytest.approx(nll.sum(), rel=1e-5)
     assert summed_loss(model, tokens, mx.array(mask)).item() == pytest.approx((nll * mask).sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"logit_softcap": 0.5}, {"tie_embeddings": False}], ids=str)
+def test_chunks_have_the_loss_and_the_gradients_of_whole_logits(changes):
+    config = CONFIG.model_copy(update=changes)
+    step, model = stepper(config), GPT(config, seed=2)
+    tokens, mask = rows(3, 11), mx.array(np.random.default_rng(1).uniform(0, 2, (3, 11)).astype(np.float32))
+
+    def whole(params, mask=None):
+        model.update(params)
+        return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], weights=mask, reduction="sum")
+
+    params = model.trainable_parameters()
+    want, want_grads = mx.value_and_grad(whole)(params)
+    loss, _, grads, count = step.gradients([tokens], 0)
+    assert loss * count == pytest.approx(want.item(), rel=1e-6)
+    assert_close(arrays(grads), arrays(want_grads), 1e-5)
+    found = make_evaluator(step.model, mx.float32)(step.model.trainable_parameters(), tokens, mask)
+    assert found.item() == pytest.approx(whole(params, mask).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_gradients_come_with_the_loss_in_training_only(tied, monkeypatch):
+    """And none for a frozen head."""
+    asked = []
+
+    def spy(*args, **options):
+        asked.append(chosen_variables())
+        return linear_cross_entropy(*args, **options)
+
+    monkeypatch.setattr("forge_mlx.train.step.linear_cross_entropy", spy)
+    model = GPT(CONFIG.model_copy(update={"tie_embeddings": tied}), seed=2)
+    evaluate = make_evaluator(model, mx.float32)
+    head = model.embed_tokens if tied else model.lm_head
+    for freeze in (lambda: None, head.freeze):
+        freeze()
+        TrainStep(model, build_optimizer(OptimConfig()), mx.float32, None).gradients([rows(2, 6)], 0)
+    evaluate(model.trainable_parameters(), rows(2, 6), mx.ones((2, 6)))
+    assert asked == [("hidden", "weight", "bias"), ("hidden",), ()]
+
+
+def test_logits_are_never_whole():
+    vocabulary, batch, length = 2048, 64, 128
+    config = GPTConfig(vocab_size=vocabulary, num_layers=1, hidden_size=16, num_heads=1, max_seq_len=length)
+    step = stepper(config)
+    evaluate = make_evaluator(step.model, mx.float32)
+    tokens = mx.array(np.random.default_rng(0).integers(0, vocabulary, (batch, length + 1)).astype(np.int32))
+    for work in (
+        lambda: step.gradients([tokens], 0),
+        lambda: evaluate(step.model.trainable_parameters(), tokens, mx.ones((batch, length))),
+    ):
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        work()
+        # With whole logits it is more than three times their size.
+        assert mx.get_peak_memory() - before < 1.5 * batch * length * vocabulary * 4
 
 
 def test_evaluation_drops_nothing_and_leaves_the_model_as_it_was():
