@@ -7,6 +7,11 @@ import signal
 # On an NVIDIA GPU MLX rounds float32 products to TF32, 10 bits, unless this is set before it starts.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
+# Processes of pytest-xdist share the cores already: threads of theirs that wait for each other would only cost time.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Before any test module imports mlx.core: it loads the BLAS.
 import forge_mlx  # noqa: F401
 import pytest
@@ -14,9 +19,14 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests neither read nor fill the user's cache folder; a BLAS copy that was loaded already stays."""
+    """Tests neither read nor fill the user's cache folder; a BLAS copy that was loaded already stays.
+
+    The processes of pytest-xdist have one such folder together, so that a kernel is compiled once.
+    """
+    is_shared = "PYTEST_XDIST_WORKER" in os.environ
+    folder = tmp_path_factory.getbasetemp().parent / "cache" if is_shared else tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORGE_MLX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("FORGE_MLX_CACHE", str(folder))
         yield
 
 

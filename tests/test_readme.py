@@ -70,7 +70,7 @@ def test_each_command_sets_up_for_itself(opening):
         assert "python3 -m venv .venv" in block
         assert f'pip install -e ".{extras}"' in block
     assert "-m forge_mlx.train models/configs/quickstart.yaml" in train
-    assert test.rstrip().endswith("-m pytest")
+    assert test.rstrip().endswith("-m pytest -n 2 --dist worksteal")
 
 
 @pytest.mark.parametrize("note", NOTES)

@@ -10,7 +10,7 @@ import sys
 
 from forge_mlx._console import print_what_fits
 from forge_mlx._text import count, size
-from forge_mlx.metal.check import RoomCheck, Row, room_of, rooms
+from forge_mlx.metal.check import Row, check_rooms, room_of
 from forge_mlx.metal.check_file import DTYPES, check_file
 from forge_mlx.metal.emulator import ToolchainError
 from forge_mlx.metal.engine import missing
@@ -102,7 +102,7 @@ def _progress() -> Callable[[str, int, int], None]:
 def _rows(options: argparse.Namespace) -> list[Row]:
     template, tell = _template(options.template), _progress()
     if not options.files:
-        return [row for room in rooms() for row in RoomCheck(room, options.engine, options.schedules, tell).run()]
+        return check_rooms(options.engine, options.schedules, tell)
     wanted: dict[str, list[str]] = {}
     rows = []
     for file in options.files:
@@ -112,9 +112,7 @@ def _rows(options: argparse.Namespace) -> list[Row]:
             raise ValueError(f"{file}: belongs to no room, and only their cases say how to launch a kernel on Metal.")
         else:
             rows += check_file(file, DTYPES, template)
-    for room, kernels in wanted.items():
-        rows += RoomCheck(room, options.engine, options.schedules, tell).run(kernels)
-    return rows
+    return rows + (check_rooms(options.engine, options.schedules, tell, wanted) if wanted else [])
 
 
 def _machine() -> str:

@@ -2,6 +2,7 @@
 
 A room is a folder of `forge_mlx.kernels` with a `cases.py`, whose `CASES` have a name, a dtype and `run(impl)`; what
 their results are compared with is the rooms' own `_common/proof.py`. Both are found by name: nothing here knows an op.
+The kernels in `_common` belong to no room: they are seen where the rooms' cases launch them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ import mlx.core as mx
 
 _ROOMS = "forge_mlx.kernels"
 _FOLDER = Path(__file__).parents[1] / "kernels"
+SHARED = "_common"
+"""The folder of what rooms share. In a table it stands where a room does."""
 # MLX's names for Metal's types, which stand in the signature that it writes.
 SIGNATURE_TYPES = (("float16_t", "half"), ("bfloat16_t", "bfloat"))
 WAY_OUT = "FORGE_MLX_ENGINE=reference runs without it."
@@ -45,7 +48,7 @@ class Row:
     """What was seen of one kernel in one dtype.
 
     Attributes:
-        room: the room, "" for a file that belongs to none.
+        room: the room, `SHARED` for a kernel of all rooms, "" for a file that belongs to none.
         kernel: the kernel's name; "" for what no kernel can be named for.
         dtype: its dtype; "" where none is known.
         cases: how many cases launched it.
@@ -81,13 +84,67 @@ class _Launched:
 
 def rooms() -> list[str]:
     """Names of the rooms that have cases."""
-    return sorted(file.parent.name for file in _FOLDER.glob("*/cases.py"))
+    return sorted(name for file in _FOLDER.glob("*/cases.py") if (name := file.parent.name) != SHARED)
 
 
 def room_of(file: Path) -> str | None:
-    """The room that a file lies in, None outside of them all."""
+    """The room that a file lies in, `SHARED` for one that lies beside them, None outside of them all."""
     folder = file.resolve().parent
-    return folder.name if folder.parent == _FOLDER.resolve() and folder.name in rooms() else None
+    return folder.name if folder.parent == _FOLDER.resolve() and folder.name in (*rooms(), SHARED) else None
+
+
+def check_rooms(
+    engine: str,
+    schedules: int,
+    tell: Callable[[str, int, int], None],
+    wanted: Mapping[str, Sequence[str]] | None = None,
+) -> list[Row]:
+    """Run the cases of rooms.
+
+    Args:
+        engine: "emulator" or "metal".
+        schedules: orders of threads on the emulator.
+        tell: called before each case, with the room, the number of the case (from 1) and how many there are.
+        wanted: room -> names of the kernels whose rows are wanted. One of `SHARED` is looked for in every room. None
+            stands for all there are.
+
+    Returns:
+        One row for each kernel and dtype, and one for each kernel that no case has launched. What rooms share comes
+        last, its launches by all rooms in one row.
+    """
+    complete = wanted is None or SHARED in wanted
+    rows: list[Row] = []
+    for room in rooms():
+        if complete or (wanted is not None and room in wanted):
+            rows += RoomCheck(room, engine, schedules, tell).run()
+    rows = [row for row in rows if row.room != SHARED] + _summed([row for row in rows if row.room == SHARED])
+    if complete:
+        rows += _not_launched(SHARED, rows, "no case of any room launches it.")
+    if wanted is None:
+        return rows
+    # What no kernel could be named for may be any of the room's, and any of those that all share.
+    return [row for row in rows if row.kernel in wanted.get(row.room, ()) or not row.kernel]
+
+
+def _summed(rows: Sequence[Row]) -> list[Row]:
+    """One row for each kernel and dtype, of what several rooms have seen of it."""
+    sums: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        total = sums.setdefault((row.kernel, row.dtype), Row(row.room, row.kernel, row.dtype))
+        total.cases += row.cases
+        total.launches += row.launches
+        total.seconds += row.seconds
+        total.findings += row.findings
+        if row.bytes is not None:
+            total.bytes = (total.bytes or 0) + row.bytes
+    return list(sums.values())
+
+
+def _not_launched(folder: str, rows: Sequence[Row], why: str) -> list[Row]:
+    """A row with a finding for each kernel of a folder that has no row."""
+    launched = {row.kernel for row in rows}
+    missing = [source.name for source in sources(folder) if source.name not in launched]
+    return [Row(folder, name, "", findings=[f"[{name}] {why}"]) for name in missing]
 
 
 class RoomCheck:
@@ -107,17 +164,15 @@ class RoomCheck:
         self._tell = tell
         self._recorder = _Recorder(engine)
         self._rows: dict[tuple[str, str], Row] = {}
+        self._shared = {source.name for source in sources(SHARED)}
         # Cases to run once more without MLX's header: the first that launches a kernel in a dtype.
         self._first: dict[tuple[str, str], Any] = {}
 
-    def run(self, kernels: Sequence[str] | None = None) -> list[Row]:
+    def run(self) -> list[Row]:
         """Run every case.
 
-        Args:
-            kernels: names of the kernels whose rows are wanted; None for all of the room.
-
         Returns:
-            One row for each kernel and dtype, and one for each kernel that no case has launched.
+            One row for each kernel and dtype, and one for each kernel of the room that no case has launched.
         """
         cases = import_module(f"{_ROOMS}.{self.room}.cases").CASES
         for number, case in enumerate(cases, start=1):
@@ -125,15 +180,12 @@ class RoomCheck:
             self._case(case)
         if self.engine == "emulator":
             self._without_mlx_header()
-        launched = {row.kernel for row in self._rows.values()}
-        for source in sources(self.room):
-            if source.name not in launched:
-                row = self._row(source.name, "")
-                row.findings.append(f"[{source.name}] no case of {self.room} launches it.")
-        return [row for row in self._rows.values() if kernels is None or row.kernel in (*kernels, "")]
+        rows = list(self._rows.values())
+        return rows + _not_launched(self.room, rows, f"no case of {self.room} launches it.")
 
     def _row(self, kernel: str, dtype: str) -> Row:
-        return self._rows.setdefault((kernel, dtype), Row(self.room, kernel, dtype))
+        room = SHARED if kernel in self._shared else self.room
+        return self._rows.setdefault((kernel, dtype), Row(room, kernel, dtype))
 
     def _case(self, case: Any) -> None:
         dtype = dtype_name(case.dtype)
@@ -160,7 +212,7 @@ class RoomCheck:
         for kernel, text in found:
             for name in [kernel] if kernel is not None else names or [""]:
                 row = self._row(name, dtype_name(case.dtype))
-                row.findings.append(f"case {case.name}{where}: {text}")
+                row.findings.append(f"{self.room}, case {case.name}{where}: {text}")
 
     def _without_mlx_header(self) -> None:
         """The files are whole Metal files: what only MLX's header declares is not theirs to use."""
@@ -258,5 +310,5 @@ def _observed(build: Callable[..., Any], found: list[_Launched]) -> Callable[...
 
 
 def sources(room: str) -> list[KernelSource]:
-    """The kernels of a room, one a file."""
+    """The kernels of a room or of `SHARED`, one a file."""
     return [load(file) for file in sorted((_FOLDER / room).glob("*.metal"))]

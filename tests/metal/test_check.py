@@ -283,9 +283,66 @@ def test_table_is_aligned():
 
 
 def test_rooms_are_those_with_cases():
-    assert "rms_norm" in check.rooms()
-    assert check.room_of(check._FOLDER / "rms_norm" / "forward.metal") == "rms_norm"
-    assert check.room_of(check._FOLDER / "_common" / "tile.h") is None
+    assert "norms" in check.rooms()
+    # It has a file of that name, and no case.
+    assert "_common" not in check.rooms()
+    assert check.room_of(check._FOLDER / "norms" / "rms_norm_forward.metal") == "norms"
+    assert check.room_of(check._FOLDER / "_common" / "sum_parts.metal") == check.SHARED
+    assert check.room_of(Path(__file__)) is None
+
+
+TWICE = "halve = MetalKernel(Path(__file__).parents[1] / '_common' / 'halve.metal')\n"
+LAUNCH = """\
+        (z,) = halve([y + y], output_shapes=[x.shape], output_dtypes=[x.dtype], engine=impl, **launch)
+        return {"y": z}
+"""
+
+
+@pytest.fixture
+def shared(room) -> Path:
+    """A kernel beside two rooms, each of which launches it once a case."""
+    file = room.parent / "_common" / "halve.metal"
+    file.write_text(KERNEL.replace("double_it", "halve").replace("x[i] + x[i]", "x[i] / T(2)"))
+    change(room / "cases.py", "\n\n@dataclass", f"{TWICE}\n\n@dataclass")
+    change(room / "cases.py", '        return {"y": y}\n', LAUNCH)
+    other = room.parent / "second"
+    other.mkdir()
+    (other / "cases.py").write_text((room / "cases.py").read_text())
+    (other / "double.metal").write_text(KERNEL.replace("double_it", "double_too"))
+    return file
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["all rooms", "its file"])
+def test_shared_kernel_has_one_row_with_the_launches_of_all_rooms(alone, shared, call_main):
+    status, out, _ = call_main(main, "check", *([shared] if alone else []))
+    assert status == 0, out
+    rows = [cells(line)[:-1] for line in out.splitlines() if "_common: halve" in line]
+    assert rows == [
+        ["_common: halve", "float32", "2", "ok", "2", "640 bytes"],
+        ["_common: halve", "float16", "2", "ok", "2", "320 bytes"],
+    ]
+    assert ("double: double_it" in out, "second: double_too" in out) == (not alone, not alone)
+
+
+def test_finding_in_a_shared_kernel_names_the_room_and_the_case(shared, call_main):
+    change(shared, "x[i] / T(2)", "x[i + 1] / T(2)")
+    status, out, _ = call_main(main, "check")
+    assert status == 1
+    for room in ("double", "second"):
+        assert f"\n{room}, case doubled: BoundsError: [halve] thread 7" in out
+    assert [cells(line)[3] == "ok" for line in out.splitlines()[1:7]] == [True, True, True, True, False, False]
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["all rooms", "its file"])
+@pytest.mark.usefixtures("room")
+def test_shared_kernel_that_no_room_launches_is_a_finding(alone, room, call_main):
+    file = room.parent / "_common" / "halve.metal"
+    file.write_text(KERNEL.replace("double_it", "halve"))
+    status, out, _ = call_main(main, "check", *([file] if alone else []))
+    assert status == 1
+    assert "[halve] no case of any room launches it." in out
+    # A room's own file is not to blame.
+    assert call_main(main, "check", room / "double.metal")[0] == 0
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def test_functions_begin_at_their_lines(instrument):
     [
         "soft max<float> body",
         "/home/me/my kernels/forward.metal",
-        "kernels/rms_norm/forward.metal",
+        "kernels/norms/rms_norm_forward.metal",
         "./forward.metal",
         "../forward.metal",
         "kernel.cl",

@@ -99,7 +99,10 @@ def test_warnings_are_counted(project):
     assert "2 launches, 2 warnings" in text
 
 
-def test_schedules(project):
+@pytest.mark.parametrize(
+    "processes", [[], pytest.param(["-n", "2"], marks=pytest.mark.slow)], ids=["one process", "two processes"]
+)
+def test_schedules(project, processes):
     """The last of two threads decides what is in out: with races unchecked that shows only in another order."""
     library = LIBRARY.replace("if (thread_position_in_grid.x == 0) { BODY }", "out[0] = thread_position_in_grid.x;")
     (project / "a_library.py").write_text(library.replace("threads=1", "threads=2"))
@@ -107,8 +110,8 @@ def test_schedules(project):
         "import a_library\nfrom forge_mlx.metal.emulator import settings\n\n\ndef test_order():\n"
         "    with settings(checks=[]):\n        a_library.call()\n"
     )
-    assert run(project, "--metal-emulator")[0] == 0
-    status, text = run(project, "--metal-emulator", "--metal-emulator-schedules", "2")
+    assert run(project, "--metal-emulator", *processes)[0] == 0
+    status, text = run(project, "--metal-emulator", "--metal-emulator-schedules", "2", *processes)
     assert status == 1
     assert "ScheduleError: [f] " in text
 
@@ -130,15 +133,80 @@ def test_wrong_options(project, options, message):
     assert message in text
 
 
-def test_several_processes_are_refused(project):
-    """As pytest-xdist would be asked for them."""
-    (project / "conftest.py").write_text(
-        "def pytest_addoption(parser):\n    parser.addoption('--fake', dest='numprocesses', type=int)\n"
-    )
-    status, text = run(project, "--metal-emulator", "--fake", "2")
-    assert status == 4
-    assert "counts the launches of one process: run without -n" in text
-    assert run(project, "--metal-emulator")[0] == 0
+TESTS_OF_TWO_PROCESSES = """\
+import os
+import time
+
+import a_library
+import pytest
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_call(number):
+    assert a_library.call() == 1
+    # So that neither process is through before the other begins.
+    time.sleep(0.3)
+
+
+def test_in_one():
+    assert a_library.call() == 1
+
+
+def test_nothing_in_the_other():
+    time.sleep(0.3)
+
+
+def test_crash():
+    os._exit(3)
+"""
+
+
+@pytest.fixture
+def two_processes(project):
+    """Runs some of the tests in two processes of pytest-xdist."""
+    (project / "test_it.py").write_text(TESTS_OF_TWO_PROCESSES)
+
+    def call(chosen, *options):
+        return run(project, "--metal-emulator", "-n", "2", "-v", "-k", chosen, *options)
+
+    return call
+
+
+def test_two_processes_add_their_launches(two_processes):
+    status, text = two_processes("call")
+    assert status == 0, text
+    assert "4 passed" in text
+    assert "[gw0]" in text
+    assert "[gw1]" in text
+    assert "\n4 launches, 0 warnings in 2 processes\n" in text
+
+
+def test_a_process_without_a_launch_beside_one_with_some(two_processes):
+    status, text = two_processes("test_in_one or nothing_in_the_other")
+    assert status == 0, text
+    assert "2 passed" in text
+    assert "\n1 launches, 0 warnings in 2 processes\n" in text
+
+
+def test_two_processes_without_a_launch_fail(two_processes):
+    status, text = two_processes("nothing")
+    assert status == 1
+    assert "1 passed" in text
+    assert "\n0 launches, 0 warnings in 2 processes\n" in text
+    assert "FAILED: no kernel ran" in text
+
+
+def test_a_process_that_ends_early_is_named(two_processes):
+    status, text = two_processes("crash or test_in_one", "--max-worker-restart", "0")
+    assert status == 1
+    assert "\n1 launches, 0 warnings in 1 processes; 1 more ended before they could tell\n" in text
+    assert "FAILED: no kernel ran" not in text
+
+
+def test_zero_processes_is_this_one(project):
+    status, text = run(project, "--metal-emulator", "-n", "0")
+    assert status == 0
+    assert "\n2 launches, 0 warnings\n" in text
 
 
 def test_help_names_the_options(project):
