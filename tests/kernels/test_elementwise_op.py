@@ -102,7 +102,7 @@ MISTAKES = {
     "mul: two shapes": ("mul", (X, X[0]), rf"\[mul\] x and y {SHAPES}"),
     "accumulate: two shapes": ("accumulate", (X, X[0]), rf"\[accumulate\] dst and src {SHAPES}"),
     "axpy: two shapes": ("axpy", (X, X[0], 1.0), rf"\[axpy\] dst and src {SHAPES}"),
-    "scale: s with axes": ("scale", (X, X[0]), r"\[scale\] s must be a real number or a 0-d array .* got float32 \(3,\)"),
+    "scale: s with axes": ("scale", (X, X[0]), r"\[scale\] s must be a real number or a 0-d array .* float32 \(3,\)"),
     "axpy: s with axes": ("axpy", (X, X, X[0, :1]), r"\[axpy\] s must be a real number or a 0-d array"),
     "scale: s of integers": ("scale", (X, mx.array(2)), r"\[scale\] s must be float32, .* but got int32"),
     "scale: s of a word": ("scale", (X, "2"), r"\[scale\] s must be a real number or a 0-d array of one but got '2'"),

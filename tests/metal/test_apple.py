@@ -43,8 +43,9 @@ def planted(tmp_path):
     return file
 
 
-def test_every_room_has_kernels():
-    assert [room.name for room in ROOMS if not list(room.glob("*.metal"))] == []
+def test_every_room_has_kernels_but_that_of_chunks():
+    # linear_cross_entropy goes through chunks of rows with cross_entropy's.
+    assert [room.name for room in ROOMS if not list(room.glob("*.metal"))] == ["linear_cross_entropy"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
