@@ -201,7 +201,8 @@ def _cases() -> list[MatmulCase]:
     for variant in SIZES:
         for dtype in FLOATS:
             cases += _sizes(variant, dtype) + _batches(variant, dtype)
-            for values in ("zeros", "ranges", "spike"):
+            # Sums of the large products leave float16.
+            for values in ("zeros", "30") if dtype == mx.float16 else ("zeros", "ranges", "spike"):
                 cases.append(MatmulCase((20, 24), (24, 36), dtype, (20, 36), "b", variant, values))
             for layout in ("transposed", "sliced", "shifted"):
                 cases.append(MatmulCase((66, 32), (32, 72), dtype, None, "b", variant, layout=layout))

@@ -11,7 +11,7 @@ from forge_mlx.metal import emulator
 import mlx.core as mx
 import numpy as np
 import pytest
-from room_proofs import assert_formula_agrees, broken, findings, gpu_engine, poison, thinned
+from room_proofs import assert_formula_agrees, broken, findings, gpu_engine, mostly_slow, poison, thinned
 import torch
 
 NAMES = {"ids": lambda case: case.name}
@@ -218,7 +218,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("fault", BREAKS)
+@pytest.mark.parametrize("fault", mostly_slow(BREAKS))
 def test_broken_source_is_found(fault, monkeypatch):
     old, new, case, sign = BREAKS[fault]
     whole = op._kernel

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from forge_mlx.kernels._common.proof import RTOL, compare, disagreements
+from forge_mlx.kernels._common.proof import RTOL, disagreements
 from forge_mlx.kernels.matmul import launch, reference
 from forge_mlx.kernels.matmul.cases import CASES, MatmulCase
 from forge_mlx.kernels.matmul.tiles import VARIANTS
@@ -12,7 +12,7 @@ from forge_mlx.metal.emulator.settings import current_settings
 import mlx.core as mx
 import numpy as np
 import pytest
-from room_proofs import broken, findings, gpu_engine, poison
+from room_proofs import assert_formula_agrees, broken, findings, gpu_engine, poison
 import torch
 
 BY_NAME = {case.name: case for case in CASES}
@@ -67,7 +67,7 @@ def test_expected_values_are_those_of_pytorch_in_float64(case):
 
 @pytest.mark.parametrize("case", names(CASES))
 def test_formula_agrees_with_float64(case):
-    assert compare(case, case.run("formula")) == []
+    assert_formula_agrees(case)
 
 
 @pytest.mark.parametrize("transpose_a", [False, True], ids=["a", "a-transposed"])
