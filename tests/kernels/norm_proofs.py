@@ -7,17 +7,7 @@ from forge_mlx.metal import emulator
 from forge_mlx.metal.kernel import MetalKernel
 import mlx.core as mx
 import numpy as np
-from room_proofs import broken, findings
-
-
-def random(shape, seed, dtype=mx.float32):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
-def assert_close(got, want, rtol=1e-5):
-    got, want = np.array(got, np.float64), np.array(want, np.float64)
-    assert got.shape == want.shape
-    assert np.abs(got - want).max() <= rtol * np.abs(want).max()
+from room_proofs import assert_close, broken, findings, random
 
 
 def assert_all_close(got, want, rtol=1e-5):

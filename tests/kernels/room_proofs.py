@@ -27,6 +27,18 @@ def resource(name: str) -> MetalKernel:
     return MetalKernel(load(file, [ROOT / "kernels" / "_common"]))
 
 
+def random(shape: tuple[int, ...], seed: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """Normal numbers that follow from the seed."""
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def assert_close(got: mx.array, want: mx.array, rtol: float = 1e-5) -> None:
+    """Raise unless two arrays have one shape and differ by at most a part of the largest element."""
+    got, want = np.array(got, np.float64), np.array(want, np.float64)
+    assert got.shape == want.shape
+    assert np.abs(got - want).max() <= rtol * np.abs(want).max()
+
+
 def gpu_engine() -> str:
     """The engine of this machine's GPU. Without a GPU the test is skipped, or fails under FORGE_REQUIRE_METAL=1."""
     if mx.metal.is_available():

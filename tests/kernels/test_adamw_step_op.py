@@ -8,14 +8,11 @@ from forge_mlx.metal.kernel import MetalKernel
 import mlx.core as mx
 import numpy as np
 import pytest
+from room_proofs import random
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 FUNCTIONS = {"op": adamw_step, "reference": reference.adamw_step}
 IMPLS = ["emulator", "reference"]
-
-
-def random(shape, seed, dtype=mx.float32):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
 def arrays(shape, dtype=mx.float32):

@@ -13,7 +13,7 @@ from forge_mlx.metal import emulator
 import mlx.core as mx
 import numpy as np
 import pytest
-from room_proofs import broken, findings, gpu_engine, mostly_slow, poison, thinned
+from room_proofs import broken, findings, gpu_engine, mostly_slow, poison, random, thinned
 import torch
 
 # One case for each way through the kernels: narrow rows, rows of one vector a thread, longer ones; then with a cap.
@@ -28,10 +28,6 @@ OPTIONS = {
     "z_loss": Options(z_loss=0.05),
     "every": EVERY,
 }
-
-
-def random(shape, seed, dtype=mx.float32):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
 def test_names_of_cases_are_unique():

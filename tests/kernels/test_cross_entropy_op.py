@@ -10,13 +10,10 @@ from forge_mlx.metal.kernel import MetalKernel
 import mlx.core as mx
 import numpy as np
 import pytest
+from room_proofs import assert_close, random
 
 FUNCTIONS = {"op": cross_entropy, "reference": reference.cross_entropy}
 ALL = {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.01}
-
-
-def random(shape, seed, dtype=mx.float32):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
 def some_targets(shape, vocabulary, seed=5):
@@ -24,12 +21,6 @@ def some_targets(shape, vocabulary, seed=5):
     targets = np.random.default_rng(seed).integers(0, vocabulary, shape).astype(np.int32)
     targets[..., 1::3] = -100
     return mx.array(targets)
-
-
-def assert_close(got, want, rtol=1e-5):
-    got, want = np.array(got, np.float64), np.array(want, np.float64)
-    assert got.shape == want.shape
-    assert np.abs(got - want).max() <= rtol * np.abs(want).max()
 
 
 @pytest.mark.parametrize("impl", ["emulator", "reference"])

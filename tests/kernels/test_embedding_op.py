@@ -8,19 +8,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from room_proofs import assert_close, random
 
 FUNCTIONS = {"op": op.embedding, "reference": reference.embedding}
 ENGINES = ["emulator", "reference"]
-
-
-def random(shape, seed, dtype=mx.float32):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
-def assert_close(got, want, rtol=1e-5):
-    got, want = np.array(got, np.float64), np.array(want, np.float64)
-    assert got.shape == want.shape
-    assert np.abs(got - want).max() <= rtol * np.abs(want).max()
 
 
 W = mx.zeros((4, 3))

@@ -13,17 +13,13 @@ from forge_mlx.metal import emulator
 import mlx.core as mx
 import numpy as np
 import pytest
-from room_proofs import assert_formula_agrees, broken, findings, gpu_engine, poison
+from room_proofs import assert_formula_agrees, broken, findings, gpu_engine, poison, random
 import torch
 
 NAMES = {"ids": lambda case: case.name}
 USUAL = LinearCrossEntropyCase((9, 24), 40)
 EARLY = ("none", "all", "hidden")
 PATHS = [replace(USUAL, early=early, options=EVERY) for early in EARLY]
-
-
-def random(shape, seed, dtype=mx.float32):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
 def test_names_of_cases_are_unique():

@@ -13,6 +13,7 @@ from forge_mlx.metal.kernel import MetalKernel
 import mlx.core as mx
 import numpy as np
 import pytest
+from room_proofs import assert_close, random
 
 FUNCTIONS = {"op": linear_cross_entropy, "reference": reference.linear_cross_entropy}
 ALL = {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.01}
@@ -20,21 +21,11 @@ ALL = {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.01}
 EARLY = {"none": nullcontext, "all": gradients_in_forward, "hidden": partial(gradients_in_forward, weight=False)}
 
 
-def random(shape, seed, dtype=mx.float32):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
 def some_targets(shape, vocabulary, seed=5):
     """Every third is ignored, from the second on."""
     targets = np.random.default_rng(seed).integers(0, vocabulary, shape).astype(np.int32)
     targets[..., 1::3] = -100
     return mx.array(targets)
-
-
-def assert_close(got, want, rtol=1e-5):
-    got, want = np.array(got, np.float64), np.array(want, np.float64)
-    assert got.shape == want.shape
-    assert np.abs(got - want).max() <= rtol * np.abs(want).max()
 
 
 def loss_of(early="none", **options):

@@ -12,7 +12,7 @@ from forge_mlx.metal.emulator.settings import current_settings
 import mlx.core as mx
 import numpy as np
 import pytest
-from room_proofs import assert_formula_agrees, broken, findings, gpu_engine, poison
+from room_proofs import assert_formula_agrees, broken, findings, gpu_engine, poison, random
 import torch
 
 BY_NAME = {case.name: case for case in CASES}
@@ -34,10 +34,6 @@ FAST = [
     or (case.variant == "simdgroup" and case.dtype == mx.bfloat16 and case.a == (65, 33))
     or (case.variant != "simdgroup" and case.values == "normal" and case.layout in ("contiguous", "shifted"))
 ]
-
-
-def random(shape, seed, dtype=mx.float32):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
 def names(cases, fast=()):

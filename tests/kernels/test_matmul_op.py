@@ -9,13 +9,10 @@ from forge_mlx.metal.kernel import MetalKernel
 import mlx.core as mx
 import numpy as np
 import pytest
+from room_proofs import random
 
 FUNCTIONS = {"op": matmul, "reference": reference.matmul}
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-
-
-def random(shape, seed, dtype=mx.float32):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
 def assert_close(got, want, rtol=1e-5):

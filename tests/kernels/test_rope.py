@@ -10,7 +10,7 @@ from forge_mlx.metal import emulator
 import mlx.core as mx
 import numpy as np
 import pytest
-from room_proofs import assert_formula_agrees, broken, findings, gpu_engine, mostly_slow, poison, thinned
+from room_proofs import assert_formula_agrees, broken, findings, gpu_engine, mostly_slow, poison, random, thinned
 import torch
 
 NAMES = {"ids": lambda case: case.name}
@@ -18,10 +18,6 @@ PLAIN = RopeCase((2, 5, 7, 40), at="rows")
 NEIGHBOURS = RopeCase((2, 5, 7, 40), traditional=True, at="packed")
 PART = RopeCase((2, 5, 7, 44), dims=24)
 PATHS = [PLAIN, NEIGHBOURS, PART, replace(PART, layout="sliced"), replace(PLAIN, freqs=True)]
-
-
-def random(shape, seed, dtype=mx.float32):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
 def with_torch(case):

@@ -6,19 +6,10 @@ from forge_mlx.metal.kernel import MetalKernel
 import mlx.core as mx
 import numpy as np
 import pytest
+from room_proofs import assert_close, random
 
 FUNCTIONS = {"op": op.rope, "reference": reference.rope}
 ENGINES = ["emulator", "reference"]
-
-
-def random(shape, seed, dtype=mx.float32):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
-def assert_close(got, want, rtol=1e-5):
-    got, want = np.array(got, np.float64), np.array(want, np.float64)
-    assert got.shape == want.shape
-    assert np.abs(got - want).max() <= rtol * np.abs(want).max()
 
 
 X = mx.zeros((2, 3, 5, 8))

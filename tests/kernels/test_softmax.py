@@ -11,16 +11,12 @@ from forge_mlx.metal import emulator
 import mlx.core as mx
 import numpy as np
 import pytest
-from room_proofs import broken, findings, gpu_engine, mostly_slow, poison, thinned
+from room_proofs import broken, findings, gpu_engine, mostly_slow, poison, random, thinned
 import torch
 
 # One case for each way through the kernels: narrow rows, rows of a threadgroup, long rows.
 NARROW, WIDE, LONG = PATHS = [SoftmaxCase((70, 40)), SoftmaxCase((9, 264)), SoftmaxCase((9, 4104))]
 NAMES = {"ids": lambda case: case.name}
-
-
-def random(shape, seed, dtype=mx.float32):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
 def test_names_of_cases_are_unique():
