@@ -310,6 +310,18 @@ def test_peak_is_of_one_call_beside_its_inputs():
     assert chain(Total(1 << 18)).peak("forward")[0] > nbytes
 
 
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_peak_does_not_depend_on_buffers_left_over(which):
+    """A larger buffer that is free would be used again for the result."""
+    measured = chain(Exponential(64))
+    mx.clear_cache()
+    fresh = measured.peak(which)
+    mx.clear_cache()
+    mx.eval([mx.zeros((72,)) + k for k in range(20)])
+    assert measured.peak(which) == fresh
+    assert fresh[0] == 4 * 64
+
+
 def test_both_orders_and_the_median(monkeypatch):
     order = []
 
