@@ -8,6 +8,7 @@ if __name__ == "kernels":
     raise ImportError("import forge_mlx.kernels, not kernels: this folder is a part of the package forge_mlx")
 
 from forge_mlx.kernels.activations import geglu, gelu, relu2, sigmoid, silu, softcap, swiglu
+from forge_mlx.kernels.attention import attention, flash_attention, flash_attention_backward, flash_supported
 from forge_mlx.kernels.cross_entropy import cross_entropy
 from forge_mlx.kernels.elementwise import accumulate, add, add_bias, axpy, mul, scale
 from forge_mlx.kernels.embedding import embedding
@@ -25,9 +26,13 @@ __all__ = [
     "add",
     "add_bias",
     "add_rms_norm",
+    "attention",
     "axpy",
     "cross_entropy",
     "embedding",
+    "flash_attention",
+    "flash_attention_backward",
+    "flash_supported",
     "geglu",
     "gelu",
     "layer_norm",

@@ -140,6 +140,12 @@ struct Tile {
     load_strided<true>(source, stride, 1, rows, cols);
   }
 
+  // Element (r, c) from source[r * down + c * across] where r < rows and c < cols; elsewhere 0, and nothing is read.
+  template <typename P>
+  METAL_FUNC void load(P source, int down, int across, int rows, int cols) thread {
+    load_strided<true>(source, down, across, rows, cols);
+  }
+
   // Element (r, c) from source[c * stride + r].
   template <typename P>
   METAL_FUNC void load_transposed(P source, int stride) thread {
@@ -270,11 +276,14 @@ METAL_FUNC void multiply_accumulate(
 
 }  // namespace detail
 
-// sum += a b. The whole simdgroup takes part.
-template <typename TA, typename TB, int R, int K, int C>
-METAL_FUNC void mma(
-    thread Tile<float, R, C, Role::Acc>& sum,
-    const thread Tile<TA, R, K, Role::A>& a,
+// The columns of sum from sum_column on += the columns of a from a_column on, times b: parts of whole tiles, so that b
+// may be loaded in pieces. Both are constants and multiples of 8. The whole simdgroup takes part.
+template <typename TA, typename TB, int R, int K, int C, int DEPTH, int COLUMNS>
+METAL_FUNC void mma_part(
+    thread Tile<float, R, COLUMNS, Role::Acc>& sum,
+    short sum_column,
+    const thread Tile<TA, R, DEPTH, Role::A>& a,
+    short a_column,
     const thread Tile<TB, K, C, Role::B>& b) {
 #pragma clang loop unroll(full)
   for (short k = 0; k < K / 8; k++) {
@@ -282,10 +291,20 @@ METAL_FUNC void mma(
     for (short i = 0; i < R / 8; i++) {
 #pragma clang loop unroll(full)
       for (short j = 0; j < C / 8; j++) {
-        detail::multiply_accumulate(sum.fragment(i, j), a.fragment(i, k), b.fragment(k, j), sum.lane);
+        detail::multiply_accumulate(
+            sum.fragment(i, sum_column / 8 + j), a.fragment(i, a_column / 8 + k), b.fragment(k, j), sum.lane);
       }
     }
   }
+}
+
+// sum += a b. The whole simdgroup takes part.
+template <typename TA, typename TB, int R, int K, int C>
+METAL_FUNC void mma(
+    thread Tile<float, R, C, Role::Acc>& sum,
+    const thread Tile<TA, R, K, Role::A>& a,
+    const thread Tile<TB, K, C, Role::B>& b) {
+  mma_part(sum, 0, a, 0, b);
 }
 
 }  // namespace forge

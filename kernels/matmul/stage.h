@@ -5,21 +5,10 @@
 
 #include <metal_stdlib>
 
+#include "../_common/block.h"
 #include "../_common/vector.h"
 
 namespace forge {
-
-// A block of ROWS x COLUMNS elements of T in threadgroup memory.
-template <typename T, int ROWS, int COLUMNS>
-struct Block {
-  enum {
-    vector = 16 / sizeof(T),
-    vectors_per_row = COLUMNS / vector,
-    // 16 bytes more than the row: rows of a power of two would lie in the same banks.
-    stride = COLUMNS + vector,
-    words = ROWS * (vectors_per_row + 1)
-  };
-};
 
 // Element (r, c) of the block is source[r * stride + c] where r < rows and c < columns; elsewhere 0, and nothing is
 // read.

@@ -2,11 +2,11 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Final, NoReturn, cast
+from typing import Final
 
-from forge_mlx.kernels._common.differentiable import VmapRule
 from forge_mlx.kernels._common.folding import Arrays, Axes, Function, map_elements
 from forge_mlx.kernels._common.rows import round_up, vector_size
+from forge_mlx.kernels._common.without_gradient import without_gradient
 from forge_mlx.kernels.optimizer import reference
 from forge_mlx.kernels.optimizer.reference import Options
 from forge_mlx.metal.engine import EngineName, resolve
@@ -138,37 +138,12 @@ class AdamWStep:
         return _step(self._engine, self._options)(*arrays, *self._scalars)
 
 
-def _refusing(function: Function, vmap: VmapRule) -> Function:
-    """A function that raises when it is differentiated."""
-
-    @mx.custom_function
-    def refusing(*inputs: mx.array) -> Arrays:
-        return function(*inputs)
-
-    @refusing.vjp
-    def vjp(_primals: Arrays, _cotangents: Arrays, _outputs: Arrays) -> NoReturn:
-        raise ValueError(_NO_GRADIENT)
-
-    @refusing.jvp
-    def jvp(_primals: Arrays, _tangents: Arrays) -> NoReturn:
-        raise ValueError(_NO_GRADIENT)
-
-    @refusing.vmap
-    def rule(inputs: Arrays, axes: Axes) -> tuple[Arrays, Axes]:
-        return vmap(call, tuple(inputs), tuple(axes))
-
-    def call(*inputs: mx.array) -> Arrays:
-        return cast(Arrays, refusing(*inputs))
-
-    return call
-
-
 def _as_they_are(function: Function, inputs: Arrays, axes: Axes) -> tuple[Arrays, Axes]:
     """The vmap rule of a function that returns its inputs."""
     return function(*inputs), axes
 
 
-_without_gradient = _refusing(lambda *inputs: inputs, _as_they_are)
+_without_gradient = without_gradient(lambda *inputs: inputs, _as_they_are, _NO_GRADIENT)
 
 
 @cache
@@ -184,7 +159,7 @@ def _step(engine: EngineName, options: Options) -> Function:
             raise ValueError("[adamw_step] lr, step and grad_scale must be shared under mx.vmap: map arrays only.")
         return map_elements(lambda *arrays: function(*arrays, *scalars), arrays, axes[:-_SCALARS])
 
-    return _refusing(launch, vmap)
+    return without_gradient(launch, vmap, _NO_GRADIENT)
 
 
 @cache

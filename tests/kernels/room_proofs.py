@@ -91,7 +91,7 @@ def assert_formula_agrees(
         assert error <= (RTOL[result.dtype] + inherent) * np.abs(truth).max(initial=0) + smallest, name
 
 
-def thinned(cases: Iterable[C], is_fast: Callable[[C], bool]) -> list[object]:
+def thinned(cases: Iterable[C], is_fast: Callable[[C], bool], every: int = 1) -> list[object]:
     """Cases for `parametrize`, slow ones marked. A fast test has every dtype, but not with all that it does not touch.
 
     Most of what a case costs is compiling its variant of the kernels: MLX writes another one for each value of a
@@ -99,15 +99,24 @@ def thinned(cases: Iterable[C], is_fast: Callable[[C], bool]) -> list[object]:
 
     Args:
         cases: All cases of a room.
-        is_fast: Whether a case belongs to the fast tests.
+        is_fast: Whether a case may belong to the fast tests.
+        every: Of those that may, one in so many does, of each dtype the first among them.
     """
-    return [case if is_fast(case) else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    found: list[object] = []
+    seen: dict[mx.Dtype, int] = {}
+    for case in cases:
+        fast = is_fast(case)
+        if fast:
+            seen[case.dtype] = seen.get(case.dtype, -1) + 1
+            fast = seen[case.dtype] % every == 0
+        found.append(case if fast else pytest.param(case, marks=pytest.mark.slow))
+    return found
 
 
 def mostly_slow(faults: Iterable[str]) -> list[object]:
-    """Names of faults for `parametrize`: each compiles a kernel of its own, so two in three are slow tests."""
+    """Names of faults for `parametrize`: each compiles a kernel of its own, so four in five are slow tests."""
     return [
-        fault if index % 3 == 0 else pytest.param(fault, marks=pytest.mark.slow) for index, fault in enumerate(faults)
+        fault if index % 5 == 0 else pytest.param(fault, marks=pytest.mark.slow) for index, fault in enumerate(faults)
     ]
 
 

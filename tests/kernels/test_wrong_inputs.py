@@ -11,6 +11,8 @@ import pytest
 
 X, W, IDS = mx.ones((2, 4)), mx.ones((4,)), mx.array([1, 2])
 HEADS = mx.ones((1, 1, 2, 4))
+QUERIES, ROWS = mx.ones((1, 1, 2, 8)), mx.ones((1, 1, 2))
+SEEN = {"segment_ids": IDS[None], "sinks": mx.ones((1,))}
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 
 # Op: its arrays by name, those that may be None, and the other arguments that it needs.
@@ -20,9 +22,16 @@ OPS = {
     "add": ({"x": X, "y": X}, {}, {}),
     "add_bias": ({"x": X, "b": W}, {}, {}),
     "add_rms_norm": ({"x": X, "residual": X}, {"w": W}, {}),
+    "attention": ({"q": QUERIES, "k": QUERIES, "v": QUERIES}, SEEN, {}),
     "axpy": ({"dst": X, "src": X}, {}, {"s": 0.5}),
     "cross_entropy": ({"logits": X, "targets": IDS}, {"weights": mx.ones((2,))}, {}),
     "embedding": ({"weight": X, "ids": IDS}, {}, {}),
+    "flash_attention": ({"q": QUERIES, "k": QUERIES, "v": QUERIES}, SEEN, {}),
+    "flash_attention_backward": (
+        {"q": QUERIES, "k": QUERIES, "v": QUERIES, "out": QUERIES, "dout": QUERIES},
+        {**SEEN, "row_max": ROWS, "row_sum": ROWS, "dlse": ROWS},
+        {"lse": ROWS},
+    ),
     "geglu": ({"gate": X, "up": X}, {}, {}),
     "gelu": ({"x": X}, {}, {}),
     "layer_norm": ({"x": X}, {"w": W, "b": W}, {}),
@@ -58,12 +67,12 @@ CASES = [
 
 
 def test_every_op_and_every_array_is_here():
-    assert sorted(OPS) == sorted(kernels.__all__)
+    assert sorted([*OPS, "flash_supported"]) == sorted(kernels.__all__)
     for op, (needed, optional, _) in OPS.items():
         hints = inspect.get_annotations(getattr(kernels, op), eval_str=True)
         arrays = {name for name, hint in hints.items() if name != "return" and "array" in str(hint)}
-        # A number too may be an array; the ops' own tests have those.
-        assert arrays - {"s", "mul", "lr", "step", "grad_scale", "offset"} == {*needed, *optional}, op
+        # A number too may be an array, and one array may stand for two; the ops' own tests have those.
+        assert arrays - {"s", "mul", "lr", "step", "grad_scale", "offset", "lse"} == {*needed, *optional}, op
 
 
 @pytest.mark.parametrize(("op", "name", "kind"), CASES)
