@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 
 _INTERMEDIATE_MULTIPLE: Final = 64
 _RESIDUAL_MATRICES: Final = ("o_proj.weight", "down_proj.weight")
+_LARGEST_HEAD: Final = 256
 
 Cache: TypeAlias = KVCache | LastToken
 
@@ -62,6 +63,16 @@ class GPTConfig(Section):
         1.0,
         gt=0,
         description="Factor on rotary positions; 0.5 stretches the context twofold; for position: rope.",
+    )
+    sliding_window: int | None = Field(
+        None, ge=1, description="How many tokens attention sees, the one it is at included; null: all before it."
+    )
+    attention_softcap: float | None = Field(
+        None, gt=0, description="Bound c of the attention scores, c tanh(score / c), as in Gemma 2; null: none."
+    )
+    attention_sinks: bool = Field(
+        False,
+        description="Whether each head has a learnable logit that takes a share of its attention, as in gpt-oss.",
     )
     token_shift: bool = Field(
         False,
@@ -120,6 +131,11 @@ class GPTConfig(Section):
                 f"num_heads must be a multiple of num_kv_heads, {self.kv_heads}, but got {self.num_heads}. "
                 "Change one of them; null takes as many key and value heads as query heads."
             )
+        if self.head_size > _LARGEST_HEAD:
+            raise ValueError(
+                f"head_dim must be at most {_LARGEST_HEAD}, as attention takes it, but the head size is "
+                f"{self.head_size}. Set head_dim or more num_heads."
+            )
         return self
 
     @model_validator(mode="after")
@@ -163,15 +179,26 @@ class Block(nn.Module):
             rope_scale=config.rope_scale,
             qk_norm_eps=config.norm_eps if config.qk_norm else None,
             qk_norm_weight=config.norm_weight,
+            window=config.sliding_window,
+            softcap=config.attention_softcap,
+            sinks=config.attention_sinks,
         )
         self.post_attention_layernorm = _norm(config)
         mlp = GatedMLP if config.mlp in GATED_ACTIVATIONS else MLP
         self.mlp = mlp(config.hidden_size, config.mlp_size, activation=config.mlp, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
-    def __call__(self, x: mx.array, cache: KVCache | None = None) -> mx.array:
-        """Map `[B, T, C]` to `[B, T, C]`."""
-        attended = self.dropout(self.self_attn(self.input_layernorm(x), cache))
+    def __call__(
+        self,
+        x: mx.array,
+        cache: KVCache | None = None,
+        *,
+        segment_ids: mx.array | None = None,
+        positions: mx.array | None = None,
+    ) -> mx.array:
+        """Map `[B, T, C]` to `[B, T, C]`; arguments as those of `Attention`."""
+        normed = self.input_layernorm(x)
+        attended = self.dropout(self.self_attn(normed, cache, segment_ids=segment_ids, positions=positions))
         normed, x = self.post_attention_layernorm.of_sum(attended, x)
         return x + self.dropout(self.mlp(normed))
 
@@ -191,6 +218,7 @@ class GPT(nn.Module):
     | o_proj, down_proj | N(0, init_std^2 / (2 num_layers)), or 0 with zero_init_residual |
     | scales of norms | 1 |
     | token_shift | 0.3 |
+    | sinks of attention | 0 |
     | biases | 0 |
 
     o_proj and down_proj write to the residual stream, 2 num_layers times in all: their factor keeps its
@@ -225,12 +253,21 @@ class GPT(nn.Module):
                 self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         _initialise(self, config, seed)
 
-    def __call__(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
+    def __call__(
+        self,
+        tokens: mx.array,
+        cache: list[Cache] | None = None,
+        *,
+        segment_ids: mx.array | None = None,
+        positions: mx.array | None = None,
+    ) -> mx.array:
         """Logits of the next token after each position: `head(hidden(tokens))`.
 
         Args:
             tokens: `[B, T]`, integers in [0, V).
-            cache: From `make_cache`: the tokens continue what it holds, and it is extended.
+            cache: As `hidden` takes it.
+            segment_ids: As `hidden` takes them.
+            positions: As `hidden` takes them.
 
         Returns:
             `[B, T, V]`.
@@ -238,34 +275,48 @@ class GPT(nn.Module):
         Raises:
             ValueError: As `hidden`.
         """
-        return self.head(self.hidden(tokens, cache))
+        return self.head(self.hidden(tokens, cache, segment_ids=segment_ids, positions=positions))
 
-    def hidden(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
+    def hidden(
+        self,
+        tokens: mx.array,
+        cache: list[Cache] | None = None,
+        *,
+        segment_ids: mx.array | None = None,
+        positions: mx.array | None = None,
+    ) -> mx.array:
         """Hidden states after the last norm.
+
+        Several documents may stand in a row. With a segment id and a position for each token, that of its document and
+        its place in it, each gives to the bit what it would give at that place among any other documents.
 
         Args:
             tokens: `[B, T]`, integers in [0, V).
             cache: From `make_cache`: the tokens continue what it holds, and it is extended.
+            segment_ids: Integers `[B, T]`: no token sees one of another id, and none sees one with a negative id, which
+                is padding. None: a row is one text.
+            positions: Integers `[B, T]`, below max_seq_len for learned positions. None: as they follow each other in
+                the row, behind what the cache holds.
 
         Returns:
             `[B, T, C]`.
 
         Raises:
-            ValueError: When tokens are not a matrix of integers, the cache has another number of layers, or
-                learned positions end before the tokens do.
+            ValueError: When tokens, segment ids or positions are no matrices of integers of one shape, segment ids or
+                positions come with a cache, the cache has another number of layers, or learned positions end before
+                the tokens do.
         """
-        if tokens.ndim != 2 or not mx.issubdtype(tokens.dtype, mx.integer):
-            raise ValueError(f"[GPT] tokens must be integers of shape [B, T] but got {tokens.dtype} of {tokens.shape}.")
+        self._check_tokens(tokens, cache, {"segment_ids": segment_ids, "positions": positions})
         layer_caches, last = self._split(cache)
         x = self.embed_tokens(tokens)
         if self.config.position == "learned":
             offset = layer_caches[0].offset if layer_caches[0] is not None else 0
-            x = x + self._positions(offset, tokens.shape[1])
+            x = x + self._positions(offset, tokens.shape[1], positions)
         if self.config.token_shift:
-            x = self.token_shift(x, last)
+            x = self.token_shift(x, last, segment_ids=segment_ids)
         x = self.dropout(x)
         for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
-            x = layer(x, layer_cache)
+            x = layer(x, layer_cache, segment_ids=segment_ids, positions=positions)
         return self.norm(x)
 
     def head(self, hidden: mx.array) -> mx.array:
@@ -306,20 +357,41 @@ class GPT(nn.Module):
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations of training on one token, forward and backward.
 
-        6 (N + C V) + 6 num_layers H D (T + 1), where N counts the elements of the blocks' matrices. Each
+        6 (N + C V) + 12 num_layers H D K, where N counts the elements of the blocks' matrices and K the keys that a
+        token sees on average: (T + 1) / 2, or with a sliding window of W < T tokens W - W (W - 1) / (2 T). Each
         element of a matrix takes a multiplication and an addition forward, and twice that backward; the head
-        counts whether tied or not, and looking up an embedding counts nothing. In attention a token sees
-        (T + 1) / 2 keys on average and takes 4 H D operations with each, forward; the scores that the causal
-        mask hides are not counted. Nor are norms, activations, softmax and a recomputed forward.
+        counts whether tied or not, and looking up an embedding counts nothing. In attention a token takes 4 H D
+        operations with each key, forward; the scores that the mask hides are not counted. Nor are norms, activations,
+        softmax and a recomputed forward.
 
         Args:
-            seq_len: Length T of the training sequences.
+            seq_len: Length T of the training sequences: with documents packed into rows, of a document.
         """
         config = self.config
         leaves = named_arrays([layer.parameters() for layer in self.layers])
         matrices = sum(p.size for _, p in leaves if p.ndim == 2) + self.head_weight.size
-        attention = config.num_layers * config.num_heads * config.head_size * (seq_len + 1)
-        return 6 * matrices + 6 * attention
+        window = min(config.sliding_window or seq_len, seq_len)
+        # Twice the keys that all tokens of a sequence see.
+        keys = window * (2 * seq_len - window + 1)
+        return 6 * matrices + 6 * config.num_layers * config.num_heads * config.head_size * keys // seq_len
+
+    def _check_tokens(self, tokens: mx.array, cache: list[Cache] | None, documents: dict[str, mx.array | None]) -> None:
+        """Raise unless tokens, and what says which documents they are of, fit together."""
+        if tokens.ndim != 2 or not mx.issubdtype(tokens.dtype, mx.integer):
+            raise ValueError(f"[GPT] tokens must be integers of shape [B, T] but got {tokens.dtype} of {tokens.shape}.")
+        for name, array in documents.items():
+            if array is None:
+                continue
+            if cache is not None:
+                raise ValueError(
+                    f"[GPT] {name} must be left out with a cache, which holds one text a row, but got both. Give the "
+                    "rows without a cache, or each document a row of its own."
+                )
+            if array.shape != tokens.shape or not mx.issubdtype(array.dtype, mx.integer):
+                raise ValueError(
+                    f"[GPT] {name} must be integers of the shape of tokens, {tokens.shape}, but got {array.dtype} of "
+                    f"{array.shape}."
+                )
 
     def _split(self, cache: list[Cache] | None) -> tuple[list[KVCache | None], LastToken | None]:
         """The layers' parts of a cache, and the token shift's."""
@@ -337,15 +409,15 @@ class GPT(nn.Module):
     def _tables(self) -> list[nn.Module]:
         return [self[name] for name in ("embed_tokens", "embed_positions", "lm_head") if name in self]
 
-    def _positions(self, offset: int, length: int) -> mx.array:
-        """Rows offset to offset + length of the table of learned positions."""
+    def _positions(self, offset: int, length: int, positions: mx.array | None) -> mx.array:
+        """Rows of the table of learned positions: those asked for, or offset to offset + length."""
         limit = self.config.max_seq_len
         if offset + length > limit:
             raise ValueError(
                 f"[GPT] learned positions end at max_seq_len, {limit}, but got {offset + length} tokens. "
                 "Shorten the sequence, or train with a larger max_seq_len or with position: rope."
             )
-        return self.embed_positions(mx.arange(offset, offset + length))
+        return self.embed_positions(mx.arange(offset, offset + length) if positions is None else positions)
 
 
 def _norm(config: GPTConfig) -> RMSNorm | LayerNorm:
@@ -372,7 +444,7 @@ def _initialise(model: GPT, config: GPTConfig, seed: int) -> None:
     start = []
     for (name, parameter), key in zip(named, keys, strict=True):
         if parameter.ndim < 2:
-            # The scales of norms and of the token shift start as their modules make them.
+            # Sinks and the scales of norms and of the token shift start as their modules make them.
             value = mx.zeros(parameter.shape) if name.endswith("bias") else parameter
         else:
             std = residual_std if name.endswith(_RESIDUAL_MATRICES) else config.init_std

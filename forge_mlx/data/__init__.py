@@ -1,12 +1,14 @@
-"""Corpora, tokenizers, token files and a batch stream whose position can be saved."""
+"""Corpora, tokenizers, token files, packing, and a batch stream whose position can be saved."""
 
+from forge_mlx.data.batch import Batch
 from forge_mlx.data.cache import TokenFile
 from forge_mlx.data.config import DataConfig, TokenizerConfig
 from forge_mlx.data.prepare import DataFacts, PreparedData, prepare
-from forge_mlx.data.stream import BatchStream, eval_batches
+from forge_mlx.data.stream import BatchStream, eval_batches, training_rows, validation_rows
 from forge_mlx.data.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [
+    "Batch",
     "BatchStream",
     "DataConfig",
     "DataFacts",
@@ -17,4 +19,6 @@ __all__ = [
     "TokenizerConfig",
     "eval_batches",
     "prepare",
+    "training_rows",
+    "validation_rows",
 ]

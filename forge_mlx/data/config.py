@@ -3,6 +3,7 @@
 from typing import Annotated, Literal
 
 from forge_mlx._config import Section
+from forge_mlx.data.stream import Packing
 from pydantic import BeforeValidator, Field
 
 STDLIB = "stdlib"
@@ -68,9 +69,14 @@ class DataConfig(Section):
             "1/valid_fraction documents, the same share of each document's end. Unused with valid_paths."
         ),
     )
-    packing: Literal["concat"] = Field(
+    packing: Packing = Field(
         "concat",
-        description="concat: documents follow each other, each with an end token, and are cut into rows.",
+        description=(
+            "How documents become rows of train.seq_len tokens. concat: they follow each other, each with an end "
+            "token, and are cut into rows; attention crosses their borders, and every position is a target. "
+            "documents: whole documents fill rows, and none sees another; those longer than a row are cut into "
+            "pieces, each a text of its own, and what no document fills is padding."
+        ),
     )
     tokenizer: TokenizerConfig = Field(
         default_factory=TokenizerConfig, description="The tokenizer to train or to load."

@@ -148,7 +148,8 @@ def prepare(config: DataConfig, *, log: Callable[[str], None]) -> PreparedData:
 def _corpus_key(config: DataConfig, listing: list[SourceFile], split_at: int | None) -> str:
     contents = [f"{file.is_json:d}{file.is_gzip:d}{file.digest()}" for file in listing]
     split = config.valid_fraction if split_at is None else split_at
-    return _hash(str(_VERSION), json.dumps([config.text_field, config.packing, split]), *contents)
+    # Tokens do not depend on the packing: its name is that of the first one, so that old keys stay.
+    return _hash(str(_VERSION), json.dumps([config.text_field, "concat", split]), *contents)
 
 
 def _hash(*parts: str) -> str:

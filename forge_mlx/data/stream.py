@@ -1,83 +1,142 @@
 """Rows of tokens for training and for validation."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Literal, Protocol
 
+from forge_mlx.data.batch import Batch, joined
 from forge_mlx.data.cache import TokenFile
+from forge_mlx.data.concat import ConcatRows, ConcatWindows
+from forge_mlx.data.documents import DocumentRows
 import numpy as np
 from numpy.typing import NDArray
 
+Packing = Literal["concat", "documents"]
+
+
+class Rows(Protocol):
+    """A corpus as rows, each `seq_len` inputs and their targets.
+
+    Attributes:
+        packing: how documents become rows.
+        tokens: the corpus.
+        seq_len: positions of a row.
+        num_rows: rows of the whole corpus.
+        num_targets: targets in them.
+    """
+
+    packing: str
+    tokens: TokenFile
+    seq_len: int
+    num_rows: int
+    num_targets: int
+
+    def batch(self, rows: NDArray[np.int64]) -> Batch:
+        """Some of the rows, by their numbers."""
+
+
+class TrainingRows(Rows, Protocol):
+    """Rows that differ from epoch to epoch.
+
+    Attributes:
+        draws: random numbers that decide the rows of an epoch.
+    """
+
+    draws: int
+
+    def shuffled(self, raw: NDArray[np.uint64]) -> "TrainingRows":
+        """The rows of the epoch that these random numbers decide, `[draws]`."""
+
+
+def training_rows(tokens: TokenFile, seq_len: int, packing: Packing) -> TrainingRows:
+    """The rows to train on.
+
+    Raises:
+        ValueError: `seq_len` is less than 1, or as `DocumentRows`.
+    """
+    _require_positive("training_rows", seq_len=seq_len)
+    return DocumentRows(tokens, seq_len) if packing == "documents" else ConcatRows(tokens, seq_len)
+
+
+def validation_rows(tokens: TokenFile, seq_len: int, packing: Packing) -> Rows:
+    """The rows to validate on: with `documents` every token is a target once, with `concat` every one but the first.
+
+    Raises:
+        ValueError: `seq_len` is less than 1, or as `DocumentRows` and `ConcatWindows`.
+    """
+    _require_positive("validation_rows", seq_len=seq_len)
+    return DocumentRows(tokens, seq_len) if packing == "documents" else ConcatWindows(tokens, seq_len)
+
 
 class BatchStream:
-    """An endless stream of training batches, int32 `[batch_size, seq_len + 1]`.
+    """An endless stream of training batches.
 
-    A row holds `seq_len` inputs and, one to the right, their targets. The corpus is treated as a ring: in
-    each epoch rows start every `seq_len` tokens from a random place, `num_tokens // seq_len` of them in a
-    random order, so that no token is a target twice and fewer than `seq_len` tokens are none. Place and
-    order follow from `(seed, epoch)`. A batch may take its rows from the end of one epoch and the start of
-    the next; none is dropped.
+    In each epoch every row comes once, in a random order. Rows and order follow from `(seed, epoch)`. A batch may take
+    its rows from the end of one epoch and the start of the next; none is dropped.
 
     Args:
-        tokens: the corpus.
+        rows: of `training_rows`.
         batch_size: rows a batch.
-        seq_len: inputs a row.
         seed: 0 or more.
 
     Raises:
         ValueError: the corpus is shorter than one batch, or an argument is out of its range.
     """
 
-    def __init__(self, tokens: TokenFile, batch_size: int, seq_len: int, seed: int) -> None:
-        _require_positive("batch_stream", batch_size=batch_size, seq_len=seq_len)
+    def __init__(self, rows: TrainingRows, batch_size: int, seed: int) -> None:
+        _require_positive("batch_stream", batch_size=batch_size)
         if seed < 0:
             raise ValueError(f"[batch_stream] seed must be at least 0 but got {seed}.")
-        needed = batch_size * seq_len + 1
-        if tokens.num_tokens < needed:
+        if rows.num_rows < batch_size:
             raise ValueError(
-                f"[batch_stream] the training text must fill one batch, batch_size * seq_len + 1 = {needed} "
-                f"tokens, but has {tokens.num_tokens}. Lower the batch size ({batch_size}) or the sequence "
-                f"length ({seq_len}), or give more text."
+                f"[batch_stream] the training text must fill one batch, {batch_size} rows of {rows.seq_len} tokens, "
+                f"but its {rows.tokens.num_tokens} tokens fill {rows.num_rows} (packing: {rows.packing}). Lower the "
+                "batch size or the sequence length, or give more text."
             )
-        self._tokens = tokens
+        self._corpus = rows
         self._batch_size = batch_size
-        self._seq_len = seq_len
         self._seed = seed
-        self._columns = np.arange(seq_len + 1)
-        self.rows_per_epoch = tokens.num_tokens // seq_len
         self._start_epoch(0, 0)
+
+    @property
+    def rows(self) -> TrainingRows:
+        """The rows that the stream draws from."""
+        return self._corpus
 
     @property
     def epoch(self) -> float:
         """How many times the corpus has been seen, with its fraction."""
-        return self._epoch + self._row / self.rows_per_epoch
+        return self._epoch + self._row / self._corpus.num_rows
 
     def __iter__(self) -> "BatchStream":
         """The stream itself, at its current position."""
         return self
 
-    def __next__(self) -> NDArray[np.int32]:
+    def __next__(self) -> Batch:
         """The next batch."""
-        starts: list[int] = []
-        while len(starts) < self._batch_size:
-            if self._row == self.rows_per_epoch:
+        parts: list[Batch] = []
+        missing = self._batch_size
+        while missing:
+            if self._row == self._corpus.num_rows:
                 self._start_epoch(self._epoch + 1, 0)
-            take = self._order[self._row : self._row + self._batch_size - len(starts)]
-            starts += (int(row) * self._seq_len + self._phase for row in take)
-            self._row += len(take)
-        places = (np.array(starts)[:, None] + self._columns) % self._tokens.num_tokens
-        return self._tokens.tokens[places].astype(np.int32)
+            taken = self._order[self._row : self._row + missing]
+            parts.append(self._rows.batch(taken))
+            self._row += len(taken)
+            missing -= len(taken)
+        return parts[0] if len(parts) == 1 else joined(parts)
 
-    def state_dict(self) -> dict[str, int]:
-        """The position, and what it is a position in: plain ints, ready for JSON."""
+    def state_dict(self) -> dict[str, int | str]:
+        """The position, and what it is a position in: plain ints and text, ready for JSON."""
         return {"epoch": self._epoch, "row": self._row, **self._identity()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Continue at a saved position with the very batches that would have followed.
 
         Raises:
-            ValueError: the state belongs to another corpus, tokenizer, seed or shape, or is none.
+            ValueError: the state belongs to another corpus, tokenizer, seed, shape or packing, or is none.
         """
         identity = self._identity()
+        # Of the time when rows were packed in one way only.
+        state = {"packing": "concat", **state}
         if state.keys() != {"epoch", "row", *identity}:
             raise ValueError(
                 f"[batch_stream] a state must have the keys {sorted(['epoch', 'row', *identity])} "
@@ -88,80 +147,59 @@ class BatchStream:
                 raise ValueError(
                     f"[batch_stream] a saved position must belong to the same data, but its {key} is "
                     f"{state[key]} and the stream's is {value}. Resume with the same corpus, tokenizer, "
-                    "seed, batch size and sequence length, or start anew."
+                    "seed, batch size, sequence length and packing, or start anew."
                 )
-        if state["epoch"] < 0 or not 0 <= state["row"] <= self.rows_per_epoch:
+        epoch, row = int(state["epoch"]), int(state["row"])
+        if epoch < 0 or not 0 <= row <= self._corpus.num_rows:
             raise ValueError(
-                f"[batch_stream] a position must lie in 0 ... {self.rows_per_epoch} rows of an epoch but got "
-                f"row {state['row']} of epoch {state['epoch']}."
+                f"[batch_stream] a position must lie in 0 ... {self._corpus.num_rows} rows of an epoch but got "
+                f"row {row} of epoch {epoch}."
             )
-        self._start_epoch(state["epoch"], state["row"])
+        self._start_epoch(epoch, row)
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, int | str]:
+        tokens = self._corpus.tokens
         return {
+            "packing": self._corpus.packing,
             "seed": self._seed,
             "batch_size": self._batch_size,
-            "seq_len": self._seq_len,
-            "num_tokens": self._tokens.num_tokens,
+            "seq_len": self._corpus.seq_len,
+            "num_tokens": tokens.num_tokens,
             # 52 bits of the hash: JSON readers that hold numbers as doubles keep them exactly.
-            "corpus": int(self._tokens.fingerprint[:13], 16),
+            "corpus": int(tokens.fingerprint[:13], 16),
         }
 
     def _start_epoch(self, epoch: int, row: int) -> None:
+        draws = self._corpus.draws
         # NumPy keeps a bit generator's raw output stable over its versions, but not `permutation`'s.
-        raw = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(self.rows_per_epoch + 1)
-        self._phase = int(raw[0] % self._tokens.num_tokens)
-        self._order = np.argsort(raw[1:], kind="stable")
+        raw = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(draws + self._corpus.num_rows)
+        self._rows = self._corpus.shuffled(raw[:draws])
+        self._order = np.argsort(raw[draws:], kind="stable")
         self._epoch = epoch
         self._row = row
 
 
-def eval_batches(
-    tokens: TokenFile, batch_size: int, seq_len: int, max_tokens: int | None = None
-) -> Iterator[tuple[NDArray[np.int32], NDArray[np.float32]]]:
+def eval_batches(rows: Rows, batch_size: int, max_tokens: int | None = None) -> Iterator[Batch]:
     """The same validation batches every time, all of one shape.
 
-    Rows start every `seq_len` tokens, so that each token but the first is the target of one row. With
-    `max_tokens`, `ceil(max_tokens / seq_len)` of the rows are taken, evenly spaced.
-
     Args:
-        tokens: the validation split.
+        rows: of `validation_rows`.
         batch_size: rows a batch.
-        seq_len: inputs a row.
-        max_tokens: targets to evaluate at most, rounded up to whole rows; None: all.
+        max_tokens: targets to evaluate at most, rounded up to whole rows, which are evenly spaced; None: all.
 
     Returns:
-        An iterator of int32 `[batch_size, seq_len + 1]` and the float32 mask `[batch_size, seq_len]` of
-        targets that count: 0 behind the end of the text and in the rows that fill up the last batch.
+        An iterator of batches with weights: 0 for padding, also in the rows that fill up the last batch.
 
     Raises:
-        ValueError: there is no target, or an argument is out of its range.
+        ValueError: an argument is out of its range.
     """
-    _require_positive("eval_batches", batch_size=batch_size, seq_len=seq_len)
+    _require_positive("eval_batches", batch_size=batch_size)
+    taken = rows.num_rows
     if max_tokens is not None:
         _require_positive("eval_batches", max_tokens=max_tokens)
-    if tokens.num_tokens < 2:
-        raise ValueError(
-            f"[eval_batches] the validation text must have at least 2 tokens but has {tokens.num_tokens}. "
-            "Raise data.valid_fraction or give more data.valid_paths."
-        )
-    num_rows = -(-(tokens.num_tokens - 1) // seq_len)
-    taken = num_rows if max_tokens is None else min(num_rows, -(-max_tokens // seq_len))
-    starts = [index * num_rows // taken * seq_len for index in range(taken)]
-    return _eval_rows(tokens, starts, batch_size, seq_len)
-
-
-def _eval_rows(
-    tokens: TokenFile, starts: list[int], batch_size: int, seq_len: int
-) -> Iterator[tuple[NDArray[np.int32], NDArray[np.float32]]]:
-    for first in range(0, len(starts), batch_size):
-        batch = np.zeros((batch_size, seq_len + 1), np.int32)
-        mask = np.zeros((batch_size, seq_len), np.float32)
-        for row, start in enumerate(starts[first : first + batch_size]):
-            window: NDArray[Any] = tokens.tokens[start : start + seq_len + 1]
-            batch[row, : len(window)] = window
-            mask[row, : len(window) - 1] = 1
-        yield batch, mask
+        taken = min(taken, -(-max_tokens // rows.seq_len))
+    numbers = np.arange(taken) * rows.num_rows // taken
+    return (rows.batch(numbers[i : i + batch_size]).filled_up(batch_size) for i in range(0, taken, batch_size))
 
 
 def _require_positive(name: str, **values: int) -> None:

@@ -34,16 +34,23 @@ class TokenShift(nn.Module):
         super().__init__()
         self.weight = mx.full((size,), _START)
 
-    def __call__(self, x: mx.array, last: LastToken | None = None) -> mx.array:
+    def __call__(self, x: mx.array, last: LastToken | None = None, *, segment_ids: mx.array | None = None) -> mx.array:
         """Map `[B, T, C]` to `[B, T, C]`.
 
         Args:
             x: Positions that follow what `last` holds, or the start of the text.
             last: Read and then set to the last position of x.
+            segment_ids: Integers `[B, T]`: a position gets no share of one with another id before it.
 
         Raises:
-            ValueError: When the batch differs from that of the call before.
+            ValueError: When the batch differs from that of the call before, or there are segment ids together with
+                `last`, which has none.
         """
+        if last is not None and segment_ids is not None:
+            raise ValueError(
+                "[TokenShift] segment_ids must be left out with the last position of a call before but got both. "
+                "Give whole rows at once."
+            )
         before = mx.zeros_like(x[:, :1]) if last is None or last.value is None else last.value
         if before.shape[0] != x.shape[0]:
             raise ValueError(
@@ -52,4 +59,8 @@ class TokenShift(nn.Module):
             )
         if last is not None:
             last.value = x[:, -1:]
-        return x + self.weight * mx.concatenate([before, x[:, :-1]], axis=1)
+        before = mx.concatenate([before, x[:, :-1]], axis=1)
+        if segment_ids is not None:
+            starts = segment_ids[:, 1:] != segment_ids[:, :-1]
+            before = mx.where(mx.pad(starts, [(0, 0), (1, 0)])[..., None], 0, before)
+        return x + self.weight * before

@@ -5,22 +5,26 @@ from dataclasses import asdict
 import os
 from typing import Any
 
+from forge_mlx._text import count
 from forge_mlx.blas import blas_choice
-from forge_mlx.data.config import DataConfig
+from forge_mlx.data.documents import DocumentRows
 from forge_mlx.info import versions
 from forge_mlx.kernels.linear_cross_entropy.chunks import chunk_rows
 from forge_mlx.metal.engine import resolve
 from forge_mlx.optim import OptimConfig
+from forge_mlx.train.attention_path import describe_attention
+from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.device import Placement
 from forge_mlx.train.trainer import Trainer
 import mlx.core as mx
 
 PACKING = {
-    "concat": "documents follow each other in a row, each with an end token, and attention crosses their borders"
+    "concat": "documents follow each other in a row, each with an end token, and attention crosses their borders",
+    "documents": "whole documents in a row, each with segment ids and positions of its own; none sees another",
 }
 
 
-def log_path(placement: Placement, data: DataConfig, log: Callable[[str], None]) -> None:
+def log_path(placement: Placement, config: TrainConfig, log: Callable[[str], None]) -> None:
     """Say on what and how a run computes, and why, before the work begins."""
     on_cpu = placement.device == mx.Device(mx.cpu)
     log(f"device: {placement.device.type.name}, {placement.dtype_name} ({placement.reason})")
@@ -34,8 +38,9 @@ def log_path(placement: Placement, data: DataConfig, log: Callable[[str], None])
             )
         if hint := _busy_hint():
             log(hint)
-    log("attention: mx.fast.scaled_dot_product_attention, causal: the one path so far")
-    log(f"packing: {data.packing} ({PACKING[data.packing]})")
+    packing = config.data.packing
+    log(f"attention: {describe_attention(config.model, packing)}")
+    log(f"packing: {packing} ({PACKING[packing]})")
 
 
 def _busy_hint() -> str | None:
@@ -52,7 +57,7 @@ def _busy_hint() -> str | None:
 def log_model(trainer: Trainer, log: Callable[[str], None]) -> None:
     """Say what is trained, and for how long."""
     config, model = trainer.config, trainer.model
-    loop, tokens = config.train, config.tokens_per_step
+    loop, tokens = config.train, trainer.tokens_per_step
     log(
         f"model: {model.num_parameters():,} parameters ({model.num_parameters(embeddings=False):,} without "
         f"embeddings), {config.model.num_layers} layers of {config.model.hidden_size}"
@@ -65,11 +70,23 @@ def log_model(trainer: Trainer, log: Callable[[str], None]) -> None:
     )
     log(f"optimizer: {_optimizer_text(config.optim)}")
     passes = f" x {loop.accumulate} passes" if loop.accumulate > 1 else ""
+    about, filled = "", ""
+    if isinstance(trainer.rows, DocumentRows):
+        about, filled = "about ", f", {trainer.fill:.2%} of them targets"
+        log(_rows_text(trainer.rows))
     log(
-        f"training: {loop.steps:,} steps of {tokens:,} tokens ({loop.batch_size} rows x {loop.seq_len}{passes}), "
-        f"{loop.steps * tokens / trainer.data.facts.train_tokens:.3g} times over the training text"
+        f"training: {loop.steps:,} steps of {about}{tokens:,} tokens ({loop.batch_size} rows x {loop.seq_len}{passes}"
+        f"{filled}), {loop.steps * tokens / trainer.data.facts.train_tokens:.3g} times over the training text"
     )
     log(f"folder: {trainer.folder.path}; Ctrl-C stops after a step and saves, the same command goes on")
+
+
+def _rows_text(rows: DocumentRows) -> str:
+    text = f"rows: {count(rows.tokens.num_documents, 'document')} in {count(rows.num_rows, 'row')}"
+    if not rows.cut_documents:
+        return f"{text}, each document whole"
+    longer = count(rows.cut_documents, "document")
+    return f"{text}; {longer} longer than a row, cut into {rows.cut_pieces:,} pieces, each a text of its own"
 
 
 def setup_facts(trainer: Trainer) -> dict[str, Any]:
@@ -80,11 +97,20 @@ def setup_facts(trainer: Trainer) -> dict[str, Any]:
         "parameters": model.num_parameters(),
         "non_embedding_parameters": model.num_parameters(embeddings=False),
         "total_steps": trainer.config.train.steps,
-        "tokens_per_step": trainer.config.tokens_per_step,
+        "tokens_per_step": trainer.tokens_per_step,
+        "packing": _packing_facts(trainer),
         "device": trainer.placement.device.type.name,
         "dtype": trainer.placement.dtype_name,
         **versions(),
     }
+
+
+def _packing_facts(trainer: Trainer) -> dict[str, Any]:
+    rows = trainer.rows
+    facts: dict[str, Any] = {"kind": rows.packing, "rows": rows.num_rows, "fill": trainer.fill}
+    if isinstance(rows, DocumentRows):
+        facts |= {"cut_documents": rows.cut_documents, "cut_pieces": rows.cut_pieces}
+    return facts
 
 
 def _optimizer_text(optim: OptimConfig) -> str:

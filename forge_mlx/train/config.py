@@ -108,5 +108,5 @@ class TrainConfig(Section):
 
     @property
     def tokens_per_step(self) -> int:
-        """Target tokens of one update."""
+        """Positions of the rows of one update: all are targets, but for the padding of ``data.packing: documents``."""
         return self.train.batch_size * self.train.seq_len * self.train.accumulate

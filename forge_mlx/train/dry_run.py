@@ -36,6 +36,8 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
     console.print(_shape_table(model))
     total, hidden = model.num_parameters(), model.num_parameters(embeddings=False)
     loop, steps, step_tokens = config.train, config.train.steps, config.tokens_per_step
+    # How much of the rows is padding, and how long the documents are, only the data say.
+    most = "" if config.data.packing == "concat" else "at most "
     flops = model.flops_per_token(loop.seq_len) * step_tokens
     memory = estimate_memory(
         config.model,
@@ -46,6 +48,7 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
         placement.dtype_name,
         loop.accumulate,
         placement.device.type,
+        config.data.packing,
     )
     parts = [f"{name} {size(num_bytes)}" for name, num_bytes in asdict(memory).items()]
     passes = f"{loop.accumulate} pass{'' if loop.accumulate == 1 else 'es'}"
@@ -53,9 +56,9 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
         "device": placement.device.type.name,
         "dtype": f"{placement.dtype_name} ({placement.reason})",
         "parameters": f"{total:,} ({hidden:,} without embeddings)",
-        "tokens a step": f"{step_tokens:,} = {loop.batch_size} rows x {loop.seq_len} tokens x {passes}",
-        "tokens in all": f"{step_tokens * steps:,} in {steps:,} steps",
-        "FLOPs": f"{flops:.3g} a step, {flops * steps:.3g} in all",
+        "tokens a step": f"{most}{step_tokens:,} = {loop.batch_size} rows x {loop.seq_len} tokens x {passes}",
+        "tokens in all": f"{most}{step_tokens * steps:,} in {steps:,} steps",
+        "FLOPs": f"{most}{flops:.3g} a step, {flops * steps:.3g} in all",
         "memory": f"about {size(memory.total)} at the peak of a step; not all at once:",
         "": ", ".join(parts[:3]) + ",\n" + " " * _INDENT + ", ".join(parts[3:]),
         "run folder": f"{config.run.dir}{' (exists)' if config.run.dir.exists() else ''}",

@@ -64,7 +64,7 @@ def _start(config: TrainConfig, folder: RunFolder, stop: StopSignals, log: Log) 
             return outcome
         if not anew:
             folder.require_way_on()
-        log_path(placement, config.data, log)
+        log_path(placement, config, log)
         data = prepare(config.data, log=log)
         trainer = Trainer(config.with_vocab_size(data.tokenizer.vocab_size), placement, data, folder)
         if not anew:
@@ -126,13 +126,14 @@ def _train_and_finish(trainer: Trainer, metrics: MetricsLog, stop: StopSignals, 
 def _run_loop(trainer: Trainer, metrics: MetricsLog, bar: Progress, stop: StopSignals) -> None:
     """Train until the last step; records, evaluations, samples and checkpoints as they come due."""
     loop = trainer.config.train
-    recent = deque[float](maxlen=20)
+    recent = deque[tuple[int, float]](maxlen=20)
     while trainer.step < loop.steps:
-        seconds_before = trainer.window.seconds
+        tokens_before, seconds_before = trainer.tokens, trainer.window.seconds
         norm, rate = trainer.train_step()
         step, window, last = trainer.step, trainer.window, trainer.step == loop.steps
-        recent.append(window.seconds - seconds_before)
-        speed = len(recent) * trainer.config.tokens_per_step / sum(recent)
+        recent.append((trainer.tokens - tokens_before, window.seconds - seconds_before))
+        tokens, seconds = (sum(each) for each in zip(*recent, strict=True))
+        speed = tokens / seconds
         bar.update(step, loss=window.loss, bits_per_byte=window.bits_per_byte, tokens_per_second=speed, lr=rate)
         if _due(step, loop.log_every) or last:
             _log_window(trainer, metrics, norm, rate)

@@ -2,14 +2,20 @@
 
 from dataclasses import dataclass
 
+from forge_mlx.data.stream import Packing
+from forge_mlx.kernels.attention.blocked import BLOCK_BYTES
 from forge_mlx.kernels.linear_cross_entropy.chunks import chunk_rows
 from forge_mlx.models.gpt import GPTConfig
 from forge_mlx.optim import OptimConfig
+from forge_mlx.train.attention_path import is_plain
 from forge_mlx.train.device import DTYPES
 import mlx.core as mx
 
 # How many arrays of the MLP's width one layer keeps for its backward pass, by `model.mlp`; measured.
 _MLP_ARRAYS = {"swiglu": 5, "geglu": 6, "gelu": 4, "gelu_tanh": 5, "silu": 4, "relu2": 3}
+
+# How many arrays of the size of a block's scores its backward pass holds at a time; measured.
+_BLOCK_ARRAYS = 5
 
 
 @dataclass(frozen=True)
@@ -48,12 +54,13 @@ def estimate_memory(
     dtype: str,
     accumulate: int = 1,
     device: mx.DeviceType = mx.cpu,
+    packing: Packing = "concat",
 ) -> MemoryEstimate:
     """Estimate the peak of one training step.
 
-    The count of activations is one layer's inputs and outputs of every product, norm and activation, with the
-    attention probabilities ``[B, H, T, T]`` that MLX's plain path keeps on a CPU; a fused attention keeps none,
-    so on a GPU the estimate is high for long rows.
+    The count of activations is one layer's inputs and outputs of every product, norm and activation. Plain causal
+    attention keeps its probabilities ``[B, H, T, T]`` on a CPU; all other attention keeps none and computes them
+    again, on a CPU for a block of queries at a time.
 
     Args:
         model: the model's config, with its vocabulary size.
@@ -64,6 +71,7 @@ def estimate_memory(
         dtype: of the forward and backward pass.
         accumulate: passes an update.
         device: where it runs.
+        packing: how documents become rows.
     """
     size = DTYPES[dtype].size
     tokens = batch_size * seq_len
@@ -73,8 +81,12 @@ def estimate_memory(
     widths += _MLP_ARRAYS[model.mlp] * model.mlp_size
     if model.dropout:
         widths += 2 * model.hidden_size
-    probabilities = 2 * model.num_heads * seq_len
-    activations = model.num_layers * tokens * (widths + probabilities) * size
+    probabilities, blocks = 0, 0
+    if device == mx.cpu and is_plain(model, packing):
+        probabilities = 2 * model.num_heads * seq_len
+    elif device == mx.cpu:
+        blocks = _BLOCK_ARRAYS * min(BLOCK_BYTES[mx.cpu], 4 * tokens * model.num_heads * seq_len)
+    activations = model.num_layers * tokens * (widths + probabilities) * size + blocks
     vocabulary = model.vocab_size or 1
     chunk = chunk_rows(tokens, 4 * vocabulary, device)
     moments = 2 if optim.name == "adamw" else 1

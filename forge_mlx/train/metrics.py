@@ -5,8 +5,9 @@ Every record holds ``kind``, ``step`` (optimizer steps done) and ``time`` (secon
 ======  =============================================================================================
 kind    fields
 ======  =============================================================================================
-setup   facts of one start: corpus (sizes, gzip_bits_per_byte ...), parameters, total_steps,
-        tokens_per_step, device, dtype, blas, and the version of each package by its name
+setup   facts of one start: corpus (sizes, gzip_bits_per_byte ...), packing (kind, rows, fill: the share of
+        their positions that are targets; how many documents were cut, into how many pieces), parameters,
+        total_steps, tokens_per_step, device, dtype, blas, and the version of each package by its name
 train   loss (nats a token), bits_per_byte, lr (AdamW's), grad_norm (before clipping),
         tokens_per_second, tokens (so far), peak_memory (bytes)
 eval    loss, bits_per_byte, tokens (evaluated), final (whether training was over)

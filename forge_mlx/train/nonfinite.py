@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from forge_mlx.data.batch import Batch
 from forge_mlx.nn.parameters import named_arrays
-from forge_mlx.train.step import cast_floats
+from forge_mlx.train.step import batch_arrays, cast_floats, document_arguments
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -31,18 +32,19 @@ class _Recorder(nn.Module):
         return output
 
 
-def first_bad_layer(model: nn.Module, tokens: mx.array) -> str | None:
+def first_bad_layer(model: nn.Module, batch: Batch) -> str | None:
     """Name of the first of ``model.layers`` whose output is not finite, ``head`` if only the logits are not.
 
     Args:
         model: a decoder with a list ``layers``.
-        tokens: int32 ``[B, T]``.
+        batch: rows of tokens.
     """
     found: list[str] = []
     layers = model.layers
     model.layers = [_Recorder(layer, f"layers.{i}", found) for i, layer in enumerate(layers)]
+    inputs, _, _, segment_ids, positions = batch_arrays(batch)
     try:
-        logits = model(tokens)
+        logits = model(inputs, **document_arguments(segment_ids, positions))
     finally:
         model.layers = layers
     if found:
@@ -50,12 +52,12 @@ def first_bad_layer(model: nn.Module, tokens: mx.array) -> str | None:
     return None if mx.all(mx.isfinite(logits)).item() else "head"
 
 
-def describe_nonfinite(model: nn.Module, batches: list[mx.array], grads: Tree, dtype: mx.Dtype) -> str:
+def describe_nonfinite(model: nn.Module, batches: list[Batch], grads: Tree, dtype: mx.Dtype) -> str:
     """One sentence that says where the first value that is not finite stands.
 
     Args:
         model: with the weights *before* the update.
-        batches: int32 ``[B, T + 1]`` each, of the failed step.
+        batches: of the failed step.
         grads: the gradients of the failed step.
         dtype: of the forward pass: float16 overflows where float32 does not.
     """
@@ -64,8 +66,8 @@ def describe_nonfinite(model: nn.Module, batches: list[mx.array], grads: Tree, d
         return f"the first bad parameter is {bad[0]}"
     model.update(cast_floats(params, dtype))
     try:
-        for tokens in batches:
-            if layer := first_bad_layer(model, tokens[:, :-1]):
+        for batch in batches:
+            if layer := first_bad_layer(model, batch):
                 return f"all parameters are finite; the first bad output is that of {layer}"
     finally:
         model.update(params)

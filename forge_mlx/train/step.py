@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from forge_mlx.data.batch import Batch
 from forge_mlx.kernels.linear_cross_entropy import gradients_in_forward, linear_cross_entropy
 from forge_mlx.kernels.reductions import sum_squares
 from forge_mlx.nn.losses import cross_entropy
@@ -14,6 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 Tree = dict[str, Any]
+Arrays: TypeAlias = tuple[mx.array, mx.array, mx.array | None, mx.array | None, mx.array | None]
 
 
 class _Config(Protocol):
@@ -26,7 +28,9 @@ class HasHead(Protocol):
 
     config: _Config
 
-    def hidden(self, tokens: mx.array) -> mx.array:
+    def hidden(
+        self, tokens: mx.array, *, segment_ids: mx.array | None = None, positions: mx.array | None = None
+    ) -> mx.array:
         """Map ``[B, T]`` to ``[B, T, C]``."""
 
     @property
@@ -34,25 +38,49 @@ class HasHead(Protocol):
         """``[V, C]``."""
 
 
-def summed_loss(model: nn.Module, tokens: mx.array, mask: mx.array | None = None) -> mx.array:
-    """Sum over the targets of ``-ln p(target)``, in nats.
+def batch_arrays(batch: Batch) -> Arrays:
+    """The arrays of a batch, in its order, as MLX's; what there is not stays None."""
+    inputs, targets, *others = (None if each is None else mx.array(each) for each in batch)
+    assert inputs is not None
+    assert targets is not None
+    weights, segment_ids, positions = others
+    return inputs, targets, weights, segment_ids, positions
+
+
+def document_arguments(segment_ids: mx.array | None, positions: mx.array | None) -> dict[str, mx.array | None]:
+    """What a model is given beside tokens: nothing where a row is one text, so that any model can be trained on it."""
+    return {} if segment_ids is None else {"segment_ids": segment_ids, "positions": positions}
+
+
+def summed_loss(
+    model: nn.Module,
+    inputs: mx.array,
+    targets: mx.array,
+    weights: mx.array | None = None,
+    segment_ids: mx.array | None = None,
+    positions: mx.array | None = None,
+) -> mx.array:
+    """Sum over the targets of ``-weight ln p(target)``, in nats.
 
     The logits of a model that has ``hidden`` and ``head_weight`` are computed and dropped chunk by chunk.
 
     Args:
-        model: maps tokens ``[B, T]`` to logits ``[B, T, V]``.
-        tokens: int32 ``[B, T + 1]``: the first T are the inputs, the last T the targets.
-        mask: float32 ``[B, T]`` of weights of the targets; None: all count once.
+        model: maps tokens ``[B, T]`` to logits ``[B, T, V]``; with segment ids it is given these and positions too.
+        inputs: int32 ``[B, T]``.
+        targets: int32 ``[B, T]``.
+        weights: float32 ``[B, T]``; None: all targets count once.
+        segment_ids: int32 ``[B, T]``, or None.
+        positions: int32 ``[B, T]``, or None.
     """
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    documents = document_arguments(segment_ids, positions)
     if not isinstance(model, HasHead):
-        return cross_entropy(model(inputs), targets, weights=mask, reduction="sum")
+        return cross_entropy(model(inputs, **documents), targets, weights=weights, reduction="sum")
     return linear_cross_entropy(
-        model.hidden(inputs),
+        model.hidden(inputs, **documents),
         model.head_weight,
         targets,
         softcap=model.config.logit_softcap,
-        weights=mask,
+        weights=weights,
         reduction="sum",
     )
 
@@ -80,7 +108,7 @@ class TrainStep:
     """Gradients and updates of one model, compiled once for one batch shape.
 
     The weights are float32; the forward and backward pass run in ``dtype``. The gradient of an update is that of
-    the mean over all its target tokens, however many passes they came in.
+    the mean over all its targets that count, however many passes they came in.
 
     Args:
         model: maps tokens ``[B, T]`` to logits ``[B, T, V]``; its weights are read and written by ``update``.
@@ -98,19 +126,19 @@ class TrainStep:
         random_state = mx.random.state
         trains_head = _trains_head(model)
 
-        def loss_of(params: Tree, tokens: mx.array) -> mx.array:
+        def loss_of(params: Tree, arrays: Arrays) -> mx.array:
             model.update(cast_floats(params, dtype))
             # Every loss here is differentiated: its logits need not be computed twice.
             with gradients_in_forward(weight=trains_head):
-                return summed_loss(model, tokens)
+                return summed_loss(model, *arrays)
 
         @partial(mx.compile, inputs=random_state, outputs=random_state)
-        def first_pass(params: Tree, tokens: mx.array) -> tuple[mx.array, Tree]:
-            return mx.value_and_grad(loss_of)(params, tokens)
+        def first_pass(params: Tree, arrays: Arrays) -> tuple[mx.array, Tree]:
+            return mx.value_and_grad(loss_of)(params, arrays)
 
         @partial(mx.compile, inputs=random_state, outputs=random_state)
-        def next_pass(params: Tree, tokens: mx.array, loss: mx.array, grads: Tree) -> tuple[mx.array, Tree]:
-            more_loss, more_grads = mx.value_and_grad(loss_of)(params, tokens)
+        def next_pass(params: Tree, arrays: Arrays, loss: mx.array, grads: Tree) -> tuple[mx.array, Tree]:
+            more_loss, more_grads = mx.value_and_grad(loss_of)(params, arrays)
             return loss + more_loss, tree_map(mx.add, grads, more_grads)
 
         @mx.compile
@@ -124,19 +152,19 @@ class TrainStep:
         self._first_pass, self._next_pass, self._finish, self._apply = first_pass, next_pass, finish, apply
         self._clip_norm = clip_norm
 
-    def gradients(self, batches: Iterable[mx.array], seed: int) -> tuple[float, float, Tree, int]:
+    def gradients(self, batches: Iterable[Batch], seed: int) -> tuple[float, float, Tree, int]:
         """Mean loss, gradient norm, summed gradients and number of targets of some batches.
 
         Nothing of the model or the optimizer changes, so that the caller can look at the numbers first.
 
         Args:
-            batches: int32 ``[B, T + 1]`` each.
+            batches: rows of tokens, at least one target that counts in all.
             seed: of MLX's random generator (dropout): a function of run and step, so that a resumed run draws
                 what an unbroken one would have drawn.
 
         Returns:
             the loss in nats a token, the global norm of its gradient before clipping, the gradients *summed* over
-            tokens, and the number of target tokens.
+            targets, and the number of targets that count.
         """
         mx.random.seed(seed)
         params = self.model.trainable_parameters()
@@ -144,11 +172,12 @@ class TrainStep:
         loss = mx.array(0.0)
         grads: Tree = {}
         try:
-            for tokens in batches:
+            for index, batch in enumerate(batches):
+                arrays = batch_arrays(batch)
                 loss, grads = (
-                    self._next_pass(params, tokens, loss, grads) if count else self._first_pass(params, tokens)
+                    self._next_pass(params, arrays, loss, grads) if index else self._first_pass(params, arrays)
                 )
-                count += tokens.shape[0] * (tokens.shape[1] - 1)
+                count += batch.counted_targets().size
                 # One pass at a time: otherwise the activations of all passes would be alive together.
                 mx.eval(loss, grads)
         finally:
@@ -166,17 +195,17 @@ class TrainStep:
         mx.eval(params, self.optimizer.state)
 
 
-def make_evaluator(model: nn.Module, dtype: mx.Dtype) -> Callable[[Tree, mx.array, mx.array], mx.array]:
-    """A compiled function ``(params, tokens [B, T + 1], mask [B, T]) -> summed loss`` in evaluation mode."""
+def make_evaluator(model: nn.Module, dtype: mx.Dtype) -> Callable[[Tree, Batch], mx.array]:
+    """A compiled function ``(params, batch) -> summed loss`` in evaluation mode."""
 
     @mx.compile
-    def evaluate(params: Tree, tokens: mx.array, mask: mx.array) -> mx.array:
+    def evaluate(params: Tree, arrays: Arrays) -> mx.array:
         model.update(cast_floats(params, dtype))
-        return summed_loss(model, tokens, mask)
+        return summed_loss(model, *arrays)
 
-    def run(params: Tree, tokens: mx.array, mask: mx.array) -> mx.array:
+    def run(params: Tree, batch: Batch) -> mx.array:
         model.eval()
-        loss = evaluate(params, tokens, mask)
+        loss = evaluate(params, batch_arrays(batch))
         mx.eval(loss)
         model.update(params)
         model.train()

@@ -5,8 +5,9 @@ import math
 from pathlib import Path
 import time
 
+from forge_mlx.data.batch import Batch
 from forge_mlx.data.prepare import PreparedData
-from forge_mlx.data.stream import BatchStream, eval_batches
+from forge_mlx.data.stream import BatchStream, eval_batches, training_rows, validation_rows
 from forge_mlx.hub.native import save_model
 from forge_mlx.models.gpt import GPT
 from forge_mlx.nn.parameters import named_arrays
@@ -26,7 +27,6 @@ from forge_mlx.train.folder import RunFolder
 from forge_mlx.train.nonfinite import describe_nonfinite, nonfinite_arrays
 from forge_mlx.train.outcome import NonFiniteLoss, TrainingStopped
 from forge_mlx.train.step import TrainStep, make_evaluator
-import mlx.core as mx
 
 # A sample without a prompt starts behind an end token, as documents do. With few documents the model hardly ever saw
 # what follows one, so the sample continues the start of the validation text instead.
@@ -71,6 +71,7 @@ class Trainer:
         folder: the run's folder, locked by the caller.
 
     Attributes:
+        rows: the training text as rows.
         step: updates done.
         tokens: target tokens seen.
         window: sums since the last training record; the loop starts a new one with each record.
@@ -84,8 +85,9 @@ class Trainer:
         self.config, self.placement, self.data, self.folder = config, placement, data, folder
         loop = config.train
         # What only the first evaluation or sample would find out ends a run before it begins.
-        self.stream = BatchStream(data.train, loop.batch_size, loop.seq_len, config.run.seed)
-        eval_batches(data.valid, loop.batch_size, loop.seq_len)
+        self.rows = training_rows(data.train, loop.seq_len, config.data.packing)
+        self.stream = BatchStream(self.rows, loop.batch_size, config.run.seed)
+        self._valid_rows = validation_rows(data.valid, loop.seq_len, config.data.packing)
         self._prompt = self._checked_prompt()
         self.model = GPT(config.model, seed=config.run.seed)
         optimizer = build_optimizer(config.optim)
@@ -95,6 +97,16 @@ class Trainer:
         self.window = Window()
         self.saved_step: int | None = None
         self._seconds_before, self._started = 0.0, time.perf_counter()
+
+    @property
+    def fill(self) -> float:
+        """Share of the positions of rows that are targets; the rest is padding."""
+        return self.rows.num_targets / (self.rows.num_rows * self.rows.seq_len)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Targets of one update, on average."""
+        return round(self.config.tokens_per_step * self.fill)
 
     @property
     def seconds(self) -> float:
@@ -150,8 +162,7 @@ class Trainer:
         """
         loop, optim = self.config.train, self.config.optim
         began = time.perf_counter()
-        rows = [next(self.stream) for _ in range(loop.accumulate)]
-        batches = [mx.array(row) for row in rows]
+        batches = [next(self.stream) for _ in range(loop.accumulate)]
         # Distinct for every step of a run; runs of different seeds may meet far apart, which harms nothing.
         seed = self.config.run.seed * 1_000_003 + self.step
         loss, norm, grads, count = self.step_function.gradients(batches, seed)
@@ -167,19 +178,19 @@ class Trainer:
         self.tokens += count
         self.window.nats += loss * count
         self.window.tokens += count
-        self.window.bytes += sum(int(self.data.tokenizer.token_bytes[row[:, 1:]].sum()) for row in rows)
+        self.window.bytes += sum(self._num_bytes(batch) for batch in batches)
         self.window.seconds += time.perf_counter() - began
         return norm, factor * optim.lr
 
     def evaluate(self, max_tokens: int | None) -> dict[str, float]:
-        """Validation loss (nats a token), bits per byte and the number of targets, over fixed windows."""
+        """Validation loss (nats a token), bits per byte and the number of targets, over fixed rows."""
         loop = self.config.train
         params = self.model.trainable_parameters()
         nats, tokens, num_bytes = 0.0, 0, 0
-        for rows, mask in eval_batches(self.data.valid, loop.batch_size, loop.seq_len, max_tokens):
-            nats += float(self.evaluate_batch(params, mx.array(rows), mx.array(mask)))
-            tokens += int(mask.sum())
-            num_bytes += int((self.data.tokenizer.token_bytes[rows[:, 1:]] * mask).sum())
+        for batch in eval_batches(self._valid_rows, loop.batch_size, max_tokens):
+            nats += float(self.evaluate_batch(params, batch))
+            tokens += batch.counted_targets().size
+            num_bytes += self._num_bytes(batch)
         return {
             "loss": nats / tokens,
             "bits_per_byte": _bits_per_byte(nats, num_bytes),
@@ -219,6 +230,10 @@ class Trainer:
             install_folder(temporary, self.folder.final)
         except (OSError, RuntimeError) as error:
             raise TrainingStopped(f"the final model could not be written: {error}.") from error
+
+    def _num_bytes(self, batch: Batch) -> int:
+        """UTF-8 bytes of the targets that count."""
+        return int(self.data.tokenizer.token_bytes[batch.counted_targets()].sum())
 
     def _checked_prompt(self) -> list[int]:
         """The sample's prompt as tokens."""

@@ -67,6 +67,7 @@ def batch(vocab_size: int, rows: int, length: int, step: int) -> np.ndarray:
 
 def work_mlx(options: argparse.Namespace, steps: int) -> dict:
     """Train with forge_mlx and time the steps."""
+    from forge_mlx.data import Batch
     from forge_mlx.models.gpt import GPT
     from forge_mlx.optim import OptimConfig, build_optimizer
     from forge_mlx.train.step import TrainStep
@@ -78,8 +79,8 @@ def work_mlx(options: argparse.Namespace, steps: int) -> dict:
     step_function = TrainStep(model, build_optimizer(OptimConfig()), mx.float32, 1.0)
 
     def step(index: int) -> float:
-        tokens = mx.array(batch(config.vocab_size, rows, length, index))
-        loss, norm, grads, count = step_function.gradients([tokens], seed=index)
+        tokens = batch(config.vocab_size, rows, length, index)
+        loss, norm, grads, count = step_function.gradients([Batch(tokens[:, :-1], tokens[:, 1:])], seed=index)
         step_function.update(grads, norm, count, 1.0)
         return loss
 

@@ -85,7 +85,7 @@ def test_32_steps_with_the_kernels_and_without_are_the_same_run(model):
     assert losses[-1] < losses[0] / 1.5
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt-2"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("gpt-2", marks=pytest.mark.slow)])
 def test_two_steps_launch_the_kernels_of_every_part(model):
     _, launched = compare(MODELS[model], 2)
     assert EVERY | OWN[model] <= launched.keys()

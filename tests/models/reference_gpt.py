@@ -9,13 +9,19 @@ import torch
 import torch.nn.functional as F
 
 
-def attend(q, k, v):
+def attend(q, k, v, window=None, cap=None, sinks=None):
     """Causal softmax attention over `[B, H, T, D]`, keys and values repeated for grouped heads."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     length = q.shape[2]
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    hidden = torch.arange(length)[None, :] > torch.arange(length)[:, None]
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    age = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+    weights = scores.masked_fill((age < 0) | (age >= (window or length)), -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.exp()[:, None, None]
+    return weights / total @ v
 
 
 def heads(x, size):
@@ -58,7 +64,7 @@ def gpt2(p, tokens, *, num_layers, head_dim, eps, gelu):
     return norm(x, "norm") @ p["embed_tokens.weight"].T
 
 
-def llama(p, tokens, *, num_layers, head_dim, eps, base, mlp, scale=1.0, cap=None):
+def llama(p, tokens, *, num_layers, head_dim, eps, base, mlp, scale=1.0, cap=None, window=None, attention_cap=None):
     """RMSNorm, rotary positions unless base is None, no biases; norms have a scale where p has one."""
     x = p["embed_tokens.weight"][tokens]
     if "token_shift.weight" in p:
@@ -80,7 +86,8 @@ def llama(p, tokens, *, num_layers, head_dim, eps, base, mlp, scale=1.0, cap=Non
             q, k = norm(q, f"{layer}.self_attn.q_norm"), norm(k, f"{layer}.self_attn.k_norm")
         if base is not None:
             q, k = rotate(q, base, scale), rotate(k, base, scale)
-        x = x + linear(merged(attend(q, k, v)), f"{layer}.self_attn.o_proj")
+        seen = attend(q, k, v, window, attention_cap, p.get(f"{layer}.self_attn.sinks"))
+        x = x + linear(merged(seen), f"{layer}.self_attn.o_proj")
         h = norm(x, f"{layer}.post_attention_layernorm")
         up = linear(h, f"{layer}.mlp.up_proj")
         if mlp in ("swiglu", "geglu"):

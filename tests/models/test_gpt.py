@@ -17,6 +17,7 @@ SHAPE = {"vocab_size": 37, "num_layers": 2, "hidden_size": 24, "num_heads": 4, "
 GPT2 = {**SHAPE, "norm": "layer_norm", "position": "learned", "bias": True}
 LLAMA = {**SHAPE, "num_kv_heads": 2, "mlp": "swiglu", "intermediate_size": 20, "rope_base": 500.0}
 QWEN3 = {**LLAMA, "qk_norm": True, "head_dim": 8, "norm_eps": 0.1}
+GPT_OSS = {**LLAMA, "sliding_window": 4, "attention_sinks": True, "attention_softcap": 2.0}
 MODDED = {**SHAPE, "norm_weight": False, "qk_norm": True, "mlp": "relu2", "logit_softcap": 2.0}
 
 CASES = {
@@ -35,6 +36,11 @@ CASES = {
         "llama",
         {"base": None, "mlp": "silu"},
     ),
+    "window-sinks-softcap": (
+        GPT_OSS,
+        "llama",
+        {"base": 500.0, "mlp": "swiglu", "window": 4, "attention_cap": 2.0},
+    ),
     "modded": (
         {**MODDED, "tie_embeddings": False},
         "llama",
@@ -51,6 +57,7 @@ FAMILIES = {
     "qwen3": QWEN3,
     "modded": MODDED,
     "token-shift": {**MODDED, "token_shift": True},
+    "window-sinks-softcap": GPT_OSS,
 }
 
 
@@ -141,8 +148,17 @@ def test_parameters_of_gpt2_small_are_the_published_number():
         # q and o 24x32, k and v 24x16 (2 of 4 heads of 8), gate, up and down 24x20.
         (QWEN3, 3 * (2 * (2 * (2 * 24 * 32 + 2 * 24 * 16 + 3 * 24 * 20) + 4 * 32 * 6.5) + 2 * 24 * 37)),
         ({**MODDED, "tie_embeddings": False}, 3 * (2 * (2 * 12 * 24 * 24 + 4 * 24 * 6.5) + 2 * 24 * 37)),
+        # A window of 5 of 12: 1 + 2 + 3 + 4 keys, and 8 times 5. One of 12 or more hides nothing.
+        (
+            {**MODDED, "tie_embeddings": False, "sliding_window": 5},
+            3 * (2 * (2 * 12 * 24 * 24 + 4 * 24 * 50 / 12) + 2 * 24 * 37),
+        ),
+        (
+            {**MODDED, "tie_embeddings": False, "sliding_window": 90},
+            3 * (2 * (2 * 12 * 24 * 24 + 4 * 24 * 6.5) + 2 * 24 * 37),
+        ),
     ],
-    ids=["gpt2", "qwen3", "modded"],
+    ids=["gpt2", "qwen3", "modded", "window", "wide-window"],
 )
 def test_flops_per_token_by_hand(settings, by_hand):
     assert GPT(GPTConfig(**settings)).flops_per_token(12) == by_hand
@@ -154,11 +170,15 @@ def test_no_logit_depends_on_a_later_token(name):
     tokens = some_tokens()
     before = np.array(model(mx.array(tokens)))
     for t in (1, 5, 10):
-        changed = tokens.copy()
-        changed[:, t] = (changed[:, t] + 1) % 37
-        after = np.array(model(mx.array(changed)))
+        other = tokens.copy()
+        other[:, t] = (other[:, t] + 1) % 37
+        after = np.array(model(mx.array(other)))
         assert np.array_equal(after[:, :t], before[:, :t])
-        assert (after[:, t:] != before[:, t:]).any(axis=(0, 2)).all()
+        changed = (after[:, t:] != before[:, t:]).any(axis=(0, 2))
+        # Each layer carries it as far as its window reaches.
+        window = model.config.sliding_window
+        reach = len(changed) if window is None else 2 * (window - 1) + 1
+        assert changed.tolist() == [age < reach for age in range(len(changed))]
 
 
 def test_head_of_hidden_is_the_call():
@@ -191,6 +211,7 @@ def test_the_seed_alone_decides_the_start():
 @pytest.mark.parametrize("zero", [False, True], ids=["scaled", "zero"])
 def test_the_start_is_the_table(zero):
     settings = {**GPT2, "hidden_size": 256, "mlp": "gelu", "init_std": 0.1, "zero_init_residual": zero}
+    settings["attention_sinks"] = True
     model = GPT(GPTConfig(**settings, tie_embeddings=False))
     for key, value in parameters(model).items():
         value = np.array(value)
@@ -241,7 +262,7 @@ def test_dropout_follows_both_halves_of_a_block_and_keeps_the_expectation():
     for half, start in (("self_attn", x), ("mlp", x)):
         other = "mlp" if half == "self_attn" else "self_attn"
         keep = block[other]
-        block[other] = lambda x, *_: mx.zeros_like(x)
+        block[other] = lambda x, *_, **__: mx.zeros_like(x)
         model.eval()
         exact = block(x) - start
         model.train()
@@ -256,7 +277,7 @@ def test_dropout_follows_both_halves_of_a_block_and_keeps_the_expectation():
 def test_dropout_follows_the_embedding():
     model = build({**MODDED, "num_layers": 1, "dropout": 0.25}).train()
     seen = []
-    model.layers = [lambda x, _: seen.append(x) or x]
+    model.layers = [lambda x, _, **__: seen.append(x) or x]
     tokens = mx.zeros((100, 12), mx.int32)
     model.hidden(tokens)
     row = model.embed_tokens.weight[0]

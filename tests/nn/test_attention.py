@@ -1,7 +1,12 @@
-"""causal_attention against a float64 formula, in the CPU's blocks and without them."""
+"""causal_attention against a float64 formula, in the CPU's blocks and without them; the module and its options."""
 
-from forge_mlx.nn.attention import causal_attention
+from functools import partial
+
+from forge_mlx.kernels.attention import flash_attention
+from forge_mlx.nn.attention import Attention, causal_attention
+from forge_mlx.nn.kv_cache import KVCache
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
 import numpy as np
 import pytest
 import torch
@@ -45,3 +50,94 @@ def test_more_queries_than_keys_are_refused(queries):
     message = rf"\[causal_attention\] k must hold at least as many positions as q, {queries}, but got 2\."
     with pytest.raises(ValueError, match=message):
         causal_attention(q, k, k, scale=1.0)
+
+
+FEATURES = {"window": 3, "softcap": 1.5, "sinks": True}
+
+
+def module(head_dim=8, **options):
+    """An attention whose parameters are all random, sinks too."""
+    attention = Attention(16, num_heads=4, num_kv_heads=2, head_dim=head_dim, **options)
+    rng = np.random.default_rng(5)
+    attention.update(
+        tree_map(lambda p: mx.array(rng.normal(0, 0.3, p.shape).astype(np.float32)), attention.parameters())
+    )
+    return attention
+
+
+def some_x(batch=2, length=9):
+    return mx.array(np.random.default_rng(6).standard_normal((batch, length, 16)).astype(np.float32))
+
+
+@pytest.mark.parametrize("head_dim", [8, 6, 20])
+def test_module_attends_as_its_options_say(head_dim):
+    """Against the formula in float64, with everything on; also for heads that are filled up to a multiple of 8."""
+    attention, x = module(head_dim, rope_base=None, **FEATURES), some_x()
+    ids = np.array([[0, 0, 0, 0, 1, 1, 1, 2, -1], [3] * 9])
+    p = {name: np.array(value).astype(np.float64) for name, value in tree_flatten(attention.parameters())}
+
+    def heads(name):
+        return (np.array(x) @ p[f"{name}_proj.weight"].T).reshape(2, 9, -1, head_dim).swapaxes(1, 2)
+
+    q, k, v = heads("q"), *(heads(name).repeat(2, axis=1) for name in "kv")
+    scores = 1.5 * np.tanh(q @ k.swapaxes(-1, -2) / np.sqrt(head_dim) / 1.5)
+    age = np.arange(9)[:, None] - np.arange(9)
+    seen = (ids[:, :, None] == ids[:, None]) & (ids[:, None] >= 0) & (age >= 0) & (age < 3)
+    weights = np.exp(scores) * seen[:, None]
+    out = weights / (weights.sum(-1, keepdims=True) + np.exp(p["sinks"])[:, None, None]) @ v
+    want = out.swapaxes(1, 2).reshape(2, 9, -1) @ p["o_proj.weight"].T
+    got = np.array(attention(x, segment_ids=mx.array(ids)))
+    assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("chunks", [(9,), (1,) * 9, (4, 1, 4)], ids=str)
+def test_a_cache_keeps_window_softcap_and_sinks(chunks):
+    attention, x = module(**FEATURES), some_x()
+    cache, parts, start = KVCache(), [], 0
+    for size in chunks:
+        parts.append(attention(x[:, start : start + size], cache))
+        start += size
+    got, want = np.array(mx.concatenate(parts, axis=1)), np.array(attention(x))
+    assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+
+
+def test_documents_and_a_cache_are_refused_together():
+    attention, x, ids = module(), some_x(), mx.zeros((2, 9), mx.int32)
+    for documents in ({"segment_ids": ids}, {"positions": ids}):
+        with pytest.raises(ValueError, match=r"\[Attention\] segment_ids and positions must be left out with a cache"):
+            attention(x, KVCache(), **documents)
+
+
+def test_sinks_are_parameters_that_start_at_0():
+    sinks = Attention(16, num_heads=4, num_kv_heads=2, head_dim=8, sinks=True).sinks
+    assert sinks.tolist() == [0.0] * 4
+    assert "sinks" not in Attention(16, num_heads=4, num_kv_heads=2, head_dim=8)
+
+
+@pytest.mark.parametrize("variant", ["scalar", pytest.param("mma", marks=pytest.mark.slow)])
+def test_a_document_stays_the_same_to_the_bit_on_the_emulator(variant, monkeypatch):
+    """Its outputs and its gradient, whatever its neighbours hold and wherever they end.
+
+    Only attention itself runs there; tests/models has all of a model.
+    """
+    emulated = partial(flash_attention, impl="emulator", variant=variant)
+    monkeypatch.setattr("forge_mlx.nn.attention.flash_attention", emulated)
+    attention, x = module(**FEATURES), some_x(1, 20)
+    other = mx.where((mx.arange(20) < 5)[:, None] | (mx.arange(20) >= 13)[:, None], -2 * x, x)
+    here = slice(5, 13)
+
+    def loss(x, ids, positions):
+        out = attention(x, segment_ids=ids, positions=positions)[:, here]
+        return mx.sin(3 * out).sum(), out
+
+    found = []
+    for rows, lengths in ((x, (5, 8, 7)), (other, (2, 3, 8, 4, 3))):
+        ids = mx.array(np.repeat(np.arange(len(lengths)), lengths)[None])
+        positions = mx.array(np.concatenate([np.arange(n) for n in lengths])[None])
+        (_, out), dx = mx.value_and_grad(loss)(rows, ids, positions)
+        assert mx.abs(dx[:, here]).min() > 0
+        assert not mx.any(dx[:, :5]).item()
+        assert not mx.any(dx[:, 13:]).item()
+        found.append((np.array(out), np.array(dx[:, here])))
+    for one, two in zip(*found, strict=True):
+        assert np.array_equal(one, two)

@@ -39,3 +39,21 @@ def test_another_batch_is_refused(shift):
     shift(mx.zeros((2, 1, 5)), last)
     with pytest.raises(ValueError, match=r"batch of the first, 2, but got 3\. Start a new cache"):
         shift(mx.zeros((3, 1, 5)), last)
+
+
+def test_no_share_goes_over_the_start_of_a_document(shift):
+    x = np.random.default_rng(2).standard_normal((2, 7, 5)).astype(np.float32)
+    ids = np.array([[0, 0, 0, 1, 1, -1, -1], [4, 2, 2, 2, 2, 2, 3]])
+    want = formula(x, np.array(shift.weight))
+    # A position whose predecessor is of another document is as the first of a row.
+    starts = np.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
+    want[starts] = x[starts]
+    got = shift(mx.array(x), segment_ids=mx.array(ids))
+    np.testing.assert_allclose(np.array(got), want, rtol=1e-6)
+    half = shift(mx.array(x).astype(mx.bfloat16), segment_ids=mx.array(ids))
+    assert half.dtype == shift(mx.array(x).astype(mx.bfloat16)).dtype
+
+
+def test_documents_and_a_call_before_are_refused_together(shift):
+    with pytest.raises(ValueError, match=r"\[TokenShift\] segment_ids must be left out with the last position"):
+        shift(mx.zeros((1, 2, 5)), LastToken(), segment_ids=mx.zeros((1, 2), mx.int32))

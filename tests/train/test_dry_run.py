@@ -1,6 +1,7 @@
 import io
 from pathlib import Path
 
+from forge_mlx.data import Batch
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.optim import OptimConfig, build_optimizer
@@ -77,7 +78,8 @@ def test_shipped_config_is_described_without_allocating_its_weights(path):
     text = described(config)
     assert mx.get_peak_memory() - before < 2**20
     parameters = int(text.split("parameters:    ")[1].split(" ")[0].replace(",", ""))
-    bounds = {"quickstart": (1.5e6, 2e6), "gpt2-124m": (124e6, 125e6)}.get(path.stem, (25e6, 40e6))
+    small = (1.5e6, 2e6)
+    bounds = {"quickstart": small, "packed-quickstart": small, "gpt2-124m": (124e6, 125e6)}.get(path.stem, (25e6, 40e6))
     assert bounds[0] < parameters < bounds[1]
 
 
@@ -107,6 +109,13 @@ FAMILIES = {
         OptimConfig(name="muon"),
         1,
     ),
+    # Long rows and many heads: with its probabilities the estimate would be too high, without its blocks too low.
+    "packed": (
+        {"num_layers": 1, "hidden_size": 64, "num_heads": 8, "mlp": "relu2", "max_seq_len": 512},
+        OptimConfig(),
+        1,
+    ),
+    "window": ({"sliding_window": 32, "mlp": "relu2", "num_heads": 2}, OptimConfig(), 1),
     # Weights decide here, and the update is the peak.
     "wide": ({"hidden_size": 384, "num_heads": 6, "num_layers": 2}, OptimConfig(), 1),
 }
@@ -115,7 +124,8 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_estimated_memory_is_that_of_real_steps(family):
     changes, optim, accumulate = FAMILIES[family]
-    batch, length = (1, 16) if family == "wide" else (4, 128)
+    batch, length = {"wide": (1, 16), "packed": (1, 512)}.get(family, (4, 128))
+    packing = "documents" if family == "packed" else "concat"
     shape = {"vocab_size": 1024, "num_layers": 3, "hidden_size": 128, "num_heads": 4, **changes}
     config = GPTConfig.model_validate(shape)
     mx.clear_cache()
@@ -125,12 +135,20 @@ def test_estimated_memory_is_that_of_real_steps(family):
         step = TrainStep(model, build_optimizer(optim), mx.float32, 1.0)
         mx.reset_peak_memory()
         for seed in range(2):
-            rows = np.random.default_rng(seed).integers(0, 1024, (accumulate, batch, length + 1))
-            _, norm, grads, count = step.gradients([mx.array(r.astype(np.int32)) for r in rows], seed)
+            rows = np.random.default_rng(seed).integers(0, 1024, (accumulate, 2, batch, length), np.int32)
+            batches = [Batch(*each) for each in rows]
+            if family == "packed":
+                weights, places = np.ones((batch, length), np.float32), np.arange(length) + np.zeros((batch, 1), int)
+                batches = [
+                    each._replace(weights=weights, segment_ids=places // 50, positions=places % 50) for each in batches
+                ]
+            _, norm, grads, count = step.gradients(batches, seed)
             step.update(grads, norm, count, 1.0)
             del grads
     peak = mx.get_peak_memory() - before
-    estimate = estimate_memory(config, optim, model.num_parameters(), batch, length, "float32", accumulate)
+    estimate = estimate_memory(
+        config, optim, model.num_parameters(), batch, length, "float32", accumulate, mx.cpu, packing
+    )
     assert 0.7 < estimate.total / peak < 1.4
 
 

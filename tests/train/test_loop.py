@@ -91,7 +91,7 @@ def test_first_lines_say_which_path_runs_and_why(finished: tuple[Path, list[str]
     for part in (
         r"^device: cpu, float32 \(.+\)$",
         r"^BLAS: \S.* \(.+\)$",
-        r"^attention: mx\.fast\.scaled_dot_product_attention",
+        r"^attention: causal: mx\.fast\.scaled_dot_product_attention, engine reference \(.+ is a CPU\)$",
         r"^packing: concat \(",
         r"^model: [\d,]+ parameters",
         r"^loss: linear_cross_entropy, engine reference \(.+\); the logits of 32 of a pass's 32 tokens exist at once$",
@@ -108,7 +108,7 @@ def test_first_lines_say_which_path_runs_and_why(finished: tuple[Path, list[str]
 def test_slow_blas_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forge_mlx.train.banner.blas_choice", lambda: BlasChoice("mlx", None, "no other was found"))
     config, lines = tiny_config(tmp_path), list[str]()
-    log_path(choose_placement(config.run), config.data, lines.append)
+    log_path(choose_placement(config.run), config, lines.append)
     assert lines[1] == "BLAS: mlx (no other was found)"
     assert lines[2].startswith("WARNING: MLX's own BLAS")
     assert 'pip install "forge-mlx[cpu]"' in lines[2]
@@ -177,10 +177,10 @@ def test_training_record_is_the_mean_over_all_tokens_since_the_last(tmp_path: Pa
     for _ in range(2):
         position = trainer.stream.state_dict()
         for _ in range(2):
-            row = next(trainer.stream)
-            logits = np.array(trainer.model(mx.array(row[:, :-1]))).astype(np.float64)
-            nats -= np.take_along_axis(_log_softmax(logits), row[:, 1:, None].astype(np.int64), -1).sum()
-            size += sum(_bytes_of(trainer, int(token)) for token in row[:, 1:].ravel())
+            batch = next(trainer.stream)
+            logits = np.array(trainer.model(mx.array(batch.inputs))).astype(np.float64)
+            nats -= np.take_along_axis(_log_softmax(logits), batch.targets[..., None].astype(np.int64), -1).sum()
+            size += sum(_bytes_of(trainer, int(token)) for token in batch.targets.ravel())
         trainer.stream.load_state_dict(position)
         trainer.train_step()
     train(config, log=_ignore)
@@ -222,7 +222,7 @@ def test_dropout_is_off_in_evaluations_and_samples_and_on_again_after(tmp_path: 
     # Large weights, so that what dropout does to the logits decides which tokens are drawn.
     changes = {"model__init_std": 0.5, "train__sample_tokens": 20}
     trainer, _ = _trainer(tiny_config(tmp_path, model__dropout=0.5, **changes))
-    tokens = mx.array(next(trainer.stream)[:, :-1])
+    tokens = mx.array(next(trainer.stream).inputs)
 
     def same_twice() -> bool:
         return bool(mx.array_equal(trainer.model(tokens), trainer.model(tokens)).item())
@@ -230,7 +230,7 @@ def test_dropout_is_off_in_evaluations_and_samples_and_on_again_after(tmp_path: 
     assert not same_twice()
     assert trainer.evaluate(64) == trainer.evaluate(64)
     assert not same_twice()
-    losses = [trainer.step_function.gradients([mx.array(next(trainer.stream))], seed)[0] for seed in (1, 2)]
+    losses = [trainer.step_function.gradients([next(trainer.stream)], seed)[0] for seed in (1, 2)]
     assert losses[0] != losses[1]
     assert trainer.sample() == trainer.sample()
     assert not same_twice()
@@ -242,7 +242,7 @@ def test_dropout_is_off_in_evaluations_and_samples_and_on_again_after(tmp_path: 
 
 def test_dropout_of_a_step_follows_from_seed_and_step_alone(tmp_path: Path) -> None:
     trainer, _ = _trainer(tiny_config(tmp_path, model__dropout=0.5))
-    batch = [mx.array(next(trainer.stream))]
+    batch = [next(trainer.stream)]
     first = trainer.step_function.gradients(batch, 7)
     mx.random.normal((5,))
     trainer.evaluate(64)
@@ -536,5 +536,5 @@ def test_busy_machine_is_hinted_at(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             monkeypatch.setenv("OPENBLAS_NUM_THREADS", threads)
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
         lines = list[str]()
-        log_path(choose_placement(config.run), config.data, lines.append)
+        log_path(choose_placement(config.run), config, lines.append)
         assert any(line.startswith("load: ") and "4.1 of 8 cores" in line for line in lines) == hinted

@@ -1,5 +1,6 @@
 import math
 
+from forge_mlx.data import Batch
 from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.optim import OptimConfig, build_optimizer
 from forge_mlx.train.nonfinite import describe_nonfinite, first_bad_layer
@@ -24,7 +25,7 @@ def model():
     return GPT(CONFIG, seed=1)
 
 
-BATCHES = [mx.array(np.random.default_rng(seed).integers(0, 13, (2, 7)).astype(np.int32)) for seed in range(2)]
+BATCHES = [Batch(*np.random.default_rng(seed).integers(0, 13, (2, 2, 6)).astype(np.int32)) for seed in range(2)]
 
 
 def failed(model, dtype=mx.float32):
@@ -63,13 +64,13 @@ def test_a_head_that_overflows_is_named():
     model = GPT(CONFIG.model_copy(update={"tie_embeddings": False}), seed=1)
     model.norm.weight = mx.full((8,), 1e20)
     model.lm_head.weight = mx.full((13, 8), 1e20)
-    assert first_bad_layer(model, BATCHES[0][:, :-1]) == "head"
+    assert first_bad_layer(model, BATCHES[0]) == "head"
     assert failed(model)[1] == "all parameters are finite; the first bad output is that of head"
 
 
 def test_an_overflow_of_float16_only_is_found_in_float16(model):
     model.layers[2].mlp.up_proj.weight = mx.full((16, 8), 300.0)
-    assert first_bad_layer(model, BATCHES[0][:, :-1]) is None
+    assert first_bad_layer(model, BATCHES[0]) is None
     assert failed(model, mx.float16)[1] == "all parameters are finite; the first bad output is that of layers.2"
 
 
@@ -79,9 +80,9 @@ def test_a_layer_that_is_bad_in_a_later_batch_only_is_named(model):
             super().__init__()
             self.layer, self._first, self._seen = layer, first, 0
 
-        def __call__(self, x, cache=None):
+        def __call__(self, x, *args, **kwargs):
             self._seen += 1
-            return self.layer(x, cache) * (math.nan if self._seen > self._first else 1.0)
+            return self.layer(x, *args, **kwargs) * (math.nan if self._seen > self._first else 1.0)
 
     model.layers[0] = BadFor(model.layers[0], 1)
     grads = model.parameters()
@@ -104,8 +105,8 @@ def test_a_bad_gradient_behind_a_finite_loss_is_named_where_it_began(model):
             super().__init__()
             self.layer = layer
 
-        def __call__(self, x, cache=None):
-            return broken(self.layer(x, cache))
+        def __call__(self, x, *args, **kwargs):
+            return broken(self.layer(x, *args, **kwargs))
 
     model.layers[1] = Broken(model.layers[1])
     loss, where = failed(model)

@@ -87,7 +87,7 @@ def _state(run: Path) -> dict[str, object]:
     return {key: value for key, value in state.items() if key != "seconds"}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_run_killed_again_and_again_ends_like_one_that_never_was(
     unbroken: Callable[[str], Path], cache: Path, tmp_path: Path, optimizer: str
 ) -> None:

@@ -1,11 +1,12 @@
 import math
 
+from forge_mlx.data import Batch
 from forge_mlx.kernels.linear_cross_entropy import linear_cross_entropy
 from forge_mlx.kernels.linear_cross_entropy.forward_gradients import chosen_variables
 from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.nn.losses import cross_entropy
 from forge_mlx.optim import OptimConfig, build_optimizer
-from forge_mlx.train.step import TrainStep, cast_floats, global_norm, make_evaluator, summed_loss
+from forge_mlx.train.step import TrainStep, batch_arrays, cast_floats, global_norm, make_evaluator, summed_loss
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
@@ -23,8 +24,9 @@ def on_cpu():
         yield
 
 
-def rows(batch, length, seed=0):
-    return mx.array(np.random.default_rng(seed).integers(0, V, (batch, length + 1)).astype(np.int32))
+def rows(batch, length, seed=0, weights=None, vocabulary=V):
+    tokens = np.random.default_rng(seed).integers(0, vocabulary, (batch, length + 1)).astype(np.int32)
+    return Batch(tokens[:, :-1], tokens[:, 1:], weights)
 
 
 def stepper(config=CONFIG, optim=None, dtype=mx.float32, clip=None):
@@ -66,12 +68,10 @@ def test_loss_gradient_and_norm_are_those_of_torch():
     weights = arrays(step.model.parameters())
     tensors = {n: torch.tensor(a, dtype=torch.float64, requires_grad=True) for n, a in weights.items()}
     total = 0.0
-    for tokens in batches:
-        tokens = torch.tensor(np.array(tokens), dtype=torch.long)
-        logits = tensors["table.weight"][tokens[:, :-1]] @ tensors["head.weight"].T + tensors["head.bias"]
-        total = total + torch.nn.functional.cross_entropy(
-            logits.reshape(-1, V), tokens[:, 1:].reshape(-1), reduction="sum"
-        )
+    for batch in batches:
+        inputs, targets = (torch.tensor(each, dtype=torch.long) for each in batch[:2])
+        logits = tensors["table.weight"][inputs] @ tensors["head.weight"].T + tensors["head.bias"]
+        total = total + torch.nn.functional.cross_entropy(logits.reshape(-1, V), targets.reshape(-1), reduction="sum")
     mean = total / count
     mean.backward()
     assert loss == pytest.approx(mean.item(), rel=1e-6)
@@ -84,7 +84,7 @@ def test_accumulated_passes_are_one_large_batch():
     batch = rows(8, 12)
     for _ in range(3):
         one = whole.gradients([batch], 0)
-        four = parts.gradients([batch[i : i + 2] for i in range(0, 8, 2)], 0)
+        four = parts.gradients([Batch(batch.inputs[i : i + 2], batch.targets[i : i + 2]) for i in range(0, 8, 2)], 0)
         assert four[0] == pytest.approx(one[0], rel=1e-6)
         assert four[1] == pytest.approx(one[1], rel=1e-5)
         assert four[3] == one[3] == 96
@@ -166,9 +166,9 @@ def test_16_bit_compute_keeps_float32_weights_gradients_and_moments(dtype, name)
             super().__init__()
             self.layer = layer
 
-        def __call__(self, x, cache=None):
+        def __call__(self, x, *args, **kwargs):
             seen.append(x.dtype)
-            return self.layer(x, cache)
+            return self.layer(x, *args, **kwargs)
 
     step.model.layers[0] = Probe(step.model.layers[0])
     step = TrainStep(step.model, build_optimizer(OptimConfig(name=name)), dtype, 1.0)
@@ -207,7 +207,7 @@ def test_constant_shapes_are_traced_once():
     assert applied == [1]
     evaluate = make_evaluator(step.model, mx.float32)
     for seed in range(3):
-        evaluate(step.model.trainable_parameters(), rows(2, 6, seed=seed), mx.ones((2, 6)))
+        evaluate(step.model.trainable_parameters(), rows(2, 6, seed, np.ones((2, 6), np.float32)))
     assert len(calls) == 3
 
 
@@ -234,32 +234,50 @@ def test_dropout_follows_from_the_seed_and_differs_from_step_to_step_and_pass_to
 
 def test_summed_loss_is_minus_log_p_over_the_targets_that_count():
     model = Bigram()
-    tokens = rows(2, 5)
-    mask = np.array([[1, 1, 0, 1, 0], [0, 0, 1, 1, 1]], np.float32)
-    logits = np.array(model(tokens[:, :-1])).astype(np.float64)
+    weights = np.array([[1, 1, 0, 1, 0], [0, 0, 1, 1, 1]], np.float32)
+    batch = rows(2, 5)
+    logits = np.array(model(mx.array(batch.inputs))).astype(np.float64)
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    nll = -np.take_along_axis(logp, np.array(tokens)[:, 1:, None].astype(np.int64), -1)[..., 0]
-    assert summed_loss(model, tokens).item() == pytest.approx(nll.sum(), rel=1e-5)
-    assert summed_loss(model, tokens, mx.array(mask)).item() == pytest.approx((nll * mask).sum(), rel=1e-5)
+    nll = -np.take_along_axis(logp, batch.targets[..., None].astype(np.int64), -1)[..., 0]
+    assert summed_loss(model, *batch_arrays(batch)).item() == pytest.approx(nll.sum(), rel=1e-5)
+    weighted = batch_arrays(batch._replace(weights=weights))
+    assert summed_loss(model, *weighted).item() == pytest.approx((nll * weights).sum(), rel=1e-5)
+
+
+def test_a_step_is_the_mean_over_the_targets_that_count_whichever_pass_they_come_in():
+    weights = np.zeros((4, 6), np.float32)
+    weights[0, 1], weights[2, 3:], weights[3] = 1, 1, 1
+    batch = rows(4, 6, weights=weights)
+    halves = [Batch(*(each[part] for each in batch[:3])) for part in (slice(2), slice(2, 4))]
+    step = stepper()
+    loss, norm, grads, count = step.gradients(halves, 0)
+    assert count == weights.sum() == 1 + 9
+    assert loss * count == pytest.approx(summed_loss(step.model, *batch_arrays(batch)).item(), rel=1e-6)
+    whole = step.gradients([batch], 0)
+    assert (norm, count) == (pytest.approx(whole[1], rel=1e-5), whole[3])
+    assert_close(arrays(grads), arrays(whole[2]), 1e-5)
 
 
 @pytest.mark.parametrize("changes", [{}, {"logit_softcap": 0.5}, {"tie_embeddings": False}], ids=str)
 def test_chunks_have_the_loss_and_the_gradients_of_whole_logits(changes):
     config = CONFIG.model_copy(update=changes)
     step, model = stepper(config), GPT(config, seed=2)
-    tokens, mask = rows(3, 11), mx.array(np.random.default_rng(1).uniform(0, 2, (3, 11)).astype(np.float32))
+    weights = np.random.default_rng(1).uniform(0, 2, (3, 11)).astype(np.float32)
+    batch = rows(3, 11)
 
-    def whole(params, mask=None):
+    def whole(params, weights=None):
         model.update(params)
-        return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], weights=mask, reduction="sum")
+        logits = model(mx.array(batch.inputs))
+        return cross_entropy(logits, mx.array(batch.targets), weights=weights, reduction="sum")
 
     params = model.trainable_parameters()
     want, want_grads = mx.value_and_grad(whole)(params)
-    loss, _, grads, count = step.gradients([tokens], 0)
+    loss, _, grads, count = step.gradients([batch], 0)
     assert loss * count == pytest.approx(want.item(), rel=1e-6)
     assert_close(arrays(grads), arrays(want_grads), 1e-5)
-    found = make_evaluator(step.model, mx.float32)(step.model.trainable_parameters(), tokens, mask)
-    assert found.item() == pytest.approx(whole(params, mask).item(), rel=1e-6)
+    weighted = batch._replace(weights=weights)
+    found = make_evaluator(step.model, mx.float32)(step.model.trainable_parameters(), weighted)
+    assert found.item() == pytest.approx(whole(params, mx.array(weights)).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -278,7 +296,7 @@ def test_gradients_come_with_the_loss_in_training_only(tied, monkeypatch):
     for freeze in (lambda: None, head.freeze):
         freeze()
         TrainStep(model, build_optimizer(OptimConfig()), mx.float32, None).gradients([rows(2, 6)], 0)
-    evaluate(model.trainable_parameters(), rows(2, 6), mx.ones((2, 6)))
+    evaluate(model.trainable_parameters(), rows(2, 6))
     assert asked == [("hidden", "weight", "bias"), ("hidden",), ()]
 
 
@@ -287,10 +305,10 @@ def test_logits_are_never_whole():
     config = GPTConfig(vocab_size=vocabulary, num_layers=1, hidden_size=16, num_heads=1, max_seq_len=length)
     step = stepper(config)
     evaluate = make_evaluator(step.model, mx.float32)
-    tokens = mx.array(np.random.default_rng(0).integers(0, vocabulary, (batch, length + 1)).astype(np.int32))
+    many = rows(batch, length, vocabulary=vocabulary)
     for work in (
-        lambda: step.gradients([tokens], 0),
-        lambda: evaluate(step.model.trainable_parameters(), tokens, mx.ones((batch, length))),
+        lambda: step.gradients([many], 0),
+        lambda: evaluate(step.model.trainable_parameters(), many),
     ):
         mx.clear_cache()
         before = mx.get_active_memory()
@@ -305,10 +323,10 @@ def test_evaluation_drops_nothing_and_leaves_the_model_as_it_was():
     plain = GPT(CONFIG, seed=2)
     before = arrays(model.parameters())
     evaluate = make_evaluator(model, mx.float32)
-    tokens, mask = rows(2, 6), mx.ones((2, 6))
+    batch = rows(2, 6)
     for _ in range(2):
-        found = evaluate(model.trainable_parameters(), tokens, mask).item()
-        assert found == pytest.approx(summed_loss(plain, tokens).item(), rel=1e-6)
+        found = evaluate(model.trainable_parameters(), batch).item()
+        assert found == pytest.approx(summed_loss(plain, *batch_arrays(batch)).item(), rel=1e-6)
         assert model.training
         assert model.layers[0].training
         assert_close(arrays(model.parameters()), before, 0)

@@ -1,0 +1,33 @@
+"""Which path a run's attention takes, and why."""
+
+from forge_mlx.data.stream import Packing
+from forge_mlx.kernels.attention.plain import MLX_HEADS
+from forge_mlx.metal.engine import resolve
+from forge_mlx.models.gpt import GPTConfig
+
+
+def features(model: GPTConfig, packing: Packing) -> list[str]:
+    """What attention does beside causal order, in words; nothing for plain attention."""
+    found = {
+        "documents": packing == "documents",
+        f"a window of {model.sliding_window}": model.sliding_window is not None,
+        f"scores capped at {model.attention_softcap}": model.attention_softcap is not None,
+        "sinks": model.attention_sinks,
+    }
+    return [name for name, on in found.items() if on]
+
+
+def is_plain(model: GPTConfig, packing: Packing) -> bool:
+    """Whether MLX's own op can do it."""
+    return not features(model, packing)
+
+
+def describe_attention(model: GPTConfig, packing: Packing) -> str:
+    """What attention does, the path that `flash_attention` takes for it, and why."""
+    plain = is_plain(model, packing)
+    prefer = "MLX's own op does it with a backward pass of its own" if plain and model.head_size in MLX_HEADS else None
+    engine = resolve("flash_attention", prefer_mlx=prefer)
+    path = "mx.fast.scaled_dot_product_attention" if plain else "blocks of queries in plain MLX operations"
+    if engine.name != "reference":
+        path = "the kernels of flash_attention"
+    return f"{', '.join(['causal', *features(model, packing)])}: {path}, engine {engine}"
