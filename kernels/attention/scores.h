@@ -35,8 +35,8 @@ struct Scores {
   }
 };
 
-// exp2(score - largest), 0 for the score -INFINITY, which stands for what is not seen. `largest` is finite. A selection:
-// a branch for each element would cost more than the exponential.
+// exp2(score - largest), 0 for the score -INFINITY, which stands for what is not seen. `largest` is finite. It is a
+// selection: a branch for each element would cost more than the exponential.
 METAL_FUNC float weight(float score, float largest) {
   return metal::select(metal::fast::exp2(score - largest), 0.0f, score == -INFINITY);
 }
