@@ -1,7 +1,7 @@
 """Neural network modules and losses. Where a kernel exists they call it, else `mx.fast` or plain operations."""
 
 from forge_mlx.nn.activations import relu2, softcap
-from forge_mlx.nn.attention import Attention, causal_attention
+from forge_mlx.nn.attention import Attention
 from forge_mlx.nn.embedding import Embedding
 from forge_mlx.nn.kv_cache import KVCache
 from forge_mlx.nn.linear import Linear
@@ -23,7 +23,6 @@ __all__ = [
     "Linear",
     "RMSNorm",
     "TokenShift",
-    "causal_attention",
     "count_elements",
     "cross_entropy",
     "cross_entropy_sum",

@@ -3,41 +3,12 @@
 from typing import cast
 
 from forge_mlx.kernels.attention import flash_attention
-from forge_mlx.kernels.attention.plain import plain_attention
 from forge_mlx.kernels.rope import rope
 from forge_mlx.nn.kv_cache import KVCache
 from forge_mlx.nn.linear import Linear
 from forge_mlx.nn.norms import RMSNorm
 import mlx.core as mx
 import mlx.nn as nn
-
-
-def causal_attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float) -> mx.array:
-    """softmax(scale * q k^T + mask) v, where query i of T sees keys 0 to S - T + i of S, by MLX's own op.
-
-    The last query sees the last key, as a cache needs::
-
-        T = 2, S = 4:   1 1 1 .
-                        1 1 1 1
-
-    Any head size. `forge_mlx.kernels.attention.flash_attention` takes it where it is the better one, and does more.
-
-    Args:
-        q: Queries `[B, H, T, D]`.
-        k: Keys `[B, H_kv, S, D]`, H a multiple of H_kv and S >= T.
-        v: Values `[B, H_kv, S, D]`.
-        scale: Factor on the scores, commonly 1 / sqrt(D).
-
-    Returns:
-        `[B, H, T, D]` in the dtype of q.
-
-    Raises:
-        ValueError: When there are more queries than keys: the first would see none.
-    """
-    queries, keys = q.shape[2], k.shape[2]
-    if queries > keys:
-        raise ValueError(f"[causal_attention] k must hold at least as many positions as q, {queries}, but got {keys}.")
-    return plain_attention(q, k, v, scale=scale, causal=True)
 
 
 class Attention(nn.Module):

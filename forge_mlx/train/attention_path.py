@@ -1,9 +1,10 @@
 """Which path a run's attention takes, and why."""
 
 from forge_mlx.data.stream import Packing
-from forge_mlx.kernels.attention.plain import MLX_HEADS
+from forge_mlx.kernels.attention.plain import MLX_HEADS, is_better
 from forge_mlx.metal.engine import resolve
 from forge_mlx.models.gpt import GPTConfig
+import mlx.core as mx
 
 
 def features(model: GPTConfig, packing: Packing) -> list[str]:
@@ -17,14 +18,14 @@ def features(model: GPTConfig, packing: Packing) -> list[str]:
     return [name for name, on in found.items() if on]
 
 
-def is_plain(model: GPTConfig, packing: Packing) -> bool:
-    """Whether MLX's own op can do it."""
-    return not features(model, packing)
+def takes_mlx(model: GPTConfig, packing: Packing, seq_len: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
+    """Whether MLX's own op does it, where no kernels run."""
+    return not features(model, packing) and is_better(seq_len, dtype, device)
 
 
-def describe_attention(model: GPTConfig, packing: Packing) -> str:
+def describe_attention(model: GPTConfig, packing: Packing, seq_len: int, dtype: mx.Dtype, device: mx.DeviceType) -> str:
     """What attention does, the path that `flash_attention` takes for it, and why."""
-    plain = is_plain(model, packing)
+    plain = takes_mlx(model, packing, seq_len, dtype, device)
     prefer = "MLX's own op does it with a backward pass of its own" if plain and model.head_size in MLX_HEADS else None
     engine = resolve("flash_attention", prefer_mlx=prefer)
     path = "mx.fast.scaled_dot_product_attention" if plain else "blocks of queries in plain MLX operations"

@@ -39,7 +39,8 @@ def log_path(placement: Placement, config: TrainConfig, log: Callable[[str], Non
         if hint := _busy_hint():
             log(hint)
     packing = config.data.packing
-    log(f"attention: {describe_attention(config.model, packing)}")
+    path = describe_attention(config.model, packing, config.train.seq_len, placement.dtype, placement.device.type)
+    log(f"attention: {path}")
     log(f"packing: {packing} ({PACKING[packing]})")
 
 

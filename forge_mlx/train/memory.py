@@ -7,7 +7,7 @@ from forge_mlx.kernels.attention.blocked import BLOCK_BYTES
 from forge_mlx.kernels.linear_cross_entropy.chunks import chunk_rows
 from forge_mlx.models.gpt import GPTConfig
 from forge_mlx.optim import OptimConfig
-from forge_mlx.train.attention_path import is_plain
+from forge_mlx.train.attention_path import takes_mlx
 from forge_mlx.train.device import DTYPES
 import mlx.core as mx
 
@@ -59,8 +59,8 @@ def estimate_memory(
     """Estimate the peak of one training step.
 
     The count of activations is one layer's inputs and outputs of every product, norm and activation. Plain causal
-    attention keeps its probabilities ``[B, H, T, T]`` on a CPU; all other attention keeps none and computes them
-    again, on a CPU for a block of queries at a time.
+    attention of short rows keeps its probabilities ``[B, H, T, T]`` on a CPU; all other attention keeps none and
+    computes them again, on a CPU for a block of queries at a time.
 
     Args:
         model: the model's config, with its vocabulary size.
@@ -82,7 +82,7 @@ def estimate_memory(
     if model.dropout:
         widths += 2 * model.hidden_size
     probabilities, blocks = 0, 0
-    if device == mx.cpu and is_plain(model, packing):
+    if device == mx.cpu and takes_mlx(model, packing, seq_len, DTYPES[dtype], device):
         probabilities = 2 * model.num_heads * seq_len
     elif device == mx.cpu:
         blocks = _BLOCK_ARRAYS * min(BLOCK_BYTES[mx.cpu], 4 * tokens * model.num_heads * seq_len)

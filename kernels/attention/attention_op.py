@@ -16,7 +16,7 @@ from forge_mlx.kernels.attention.options import (
     check_segments,
     check_sinks,
 )
-from forge_mlx.metal.engine import checked, resolve
+from forge_mlx.metal.engine import Engine, checked, resolve
 import mlx.core as mx
 
 _OP: Final = "attention"
@@ -91,11 +91,21 @@ def attention(
 def _check_engine(impl: str | None) -> None:
     """Raise unless plain operations may run."""
     # What the call names first: that it cannot run on this machine would be the wrong reason.
-    engine = resolve(_OP, prefer_mlx="there is no kernel").name if impl is None else checked(impl, "impl")
-    if engine != "reference":
+    asked = resolve(_OP, prefer_mlx="there is no kernel") if impl is None else Engine(checked(impl, "impl"), "impl=")
+    if asked.name != "reference":
         raise ValueError(
-            f'[{_OP}] impl must be "reference", as there is no kernel, but got {engine}. flash_attention has kernels.'
+            f'[{_OP}] engine must be reference, as there is no kernel, but got {asked}. Give impl="reference", or call '
+            "flash_attention, which has kernels."
         )
+
+
+def _probabilities(s: mx.array, seen: mx.array, lse: mx.array, sinks: mx.array | None) -> mx.array:
+    """P, divided by its sum, which is off from 1 by what rounding does to a large lse."""
+    p = reference.probabilities(s, seen, lse)
+    total = reference.row_sum(p)
+    if sinks is not None:
+        total = total + mx.exp(sinks[..., None] - mx.where(lse == -mx.inf, 0.0, lse))
+    return p / mx.where(total == 0, 1.0, total)[..., None]
 
 
 @cache
@@ -109,14 +119,14 @@ def _attention(with_segments: bool, with_sinks: bool, with_probs: bool, options:
         s = reference.scores(q, k, options)
         out, lse = reference.attend(s, v, seen, sinks)
         found = (out.astype(q.dtype), lse)
-        return (*found, reference.probabilities(s, seen, lse).astype(q.dtype)) if with_probs else found
+        return (*found, _probabilities(s, seen, lse, sinks).astype(q.dtype)) if with_probs else found
 
     def backward(*arrays: mx.array) -> Arrays:
         q, k, v, q_segments, k_segments, sinks = placed(arrays[:inputs], with_segments, with_sinks)
         lse, dout, dlse, *dprobs = arrays[inputs:]
         seen = reference.visible(q.shape[2], k.shape[2], q_segments, k_segments, options)
         s = reference.scores(q, k, options)
-        p = reference.probabilities(s, seen, lse)
+        p = _probabilities(s, seen, lse, sinks)
         dp = reference.probability_gradient(dout, v)
         for cotangent in dprobs:
             dp = dp + cotangent.astype(mx.float32)

@@ -17,6 +17,7 @@ from forge_mlx.kernels.attention.options import (
     check_sinks,
     check_variant,
 )
+from forge_mlx.kernels.attention.reference import sink_gradient
 from forge_mlx.metal.dtypes import dtype_name
 from forge_mlx.metal.engine import EngineName, resolve
 import mlx.core as mx
@@ -102,12 +103,15 @@ def flash_attention_backward(
         _check_statistics(q, dlse=array)
     engine = resolve(_OP, impl)
     check_engine_has_variant(_OP, variant, engine)
+    dlse = mx.zeros_like(lse) if dlse is None else dlse.astype(mx.float32)
     if 0 in q.shape or 0 in k.shape:
-        found: Arrays = tuple(mx.zeros_like(each) for each in (q, k, v, *given(sinks=all_sinks).values()))
+        found: Arrays = tuple(mx.zeros_like(each) for each in (q, k, v))
+        if all_sinks is not None:
+            # Without keys the sinks are all of lse.
+            found += (mx.zeros_like(all_sinks) if 0 in q.shape else sink_gradient(all_sinks, lse, -dlse),)
     else:
         function = _gradients(engine.name, chosen, q_segments is not None, all_sinks is not None, options)
         more = given(q_segments=q_segments, k_segments=k_segments, sinks=all_sinks).values()
-        dlse = mx.zeros_like(lse) if dlse is None else dlse.astype(mx.float32)
         found = function(q, k, v, *more, out, lse, dout, dlse)
     if sinks is None:
         return found

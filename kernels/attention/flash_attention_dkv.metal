@@ -180,7 +180,7 @@ template <
                 const float2 of_query = statistics[column];
                 const float score = scores_of.of(scores.fragment(i, j)[e]);
                 const float slope = (slopes.fragment(i, j)[e] - of_query[1]) * scores_of.slope(score);
-                const float weight = fast::exp2(score - of_query[0]);
+                const float weight = forge::probability(score, of_query[0]);
                 // Of what is not seen both factors may be anything.
                 scores.fragment(i, j)[e] = select(0.0f, weight, is_seen);
                 slopes.fragment(i, j)[e] = select(0.0f, weight * slope, is_seen);

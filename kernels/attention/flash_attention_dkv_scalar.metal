@@ -77,7 +77,7 @@ template <typename T, int D, int DV, bool CAUSAL, bool WINDOW, bool SOFTCAP, boo
         of_query.load(of_dout + other * dout_strides[2], dout_strides[3], lane);
         const float score = scores_of.of(own_k.dot(query));
         const float change = own_v.dot(of_query) - delta[plane + other];
-        const float weight = forge::weight(score, lse[plane + other] * forge::LOG2_E);
+        const float weight = forge::probability(score, lse[plane + other] * forge::LOG2_E);
         v_sums.add(weight, of_query);
         k_sums.add(weight * change * scores_of.slope(score) * scale, query);
       }

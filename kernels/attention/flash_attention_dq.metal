@@ -171,7 +171,7 @@ template <
               const float score = scores_of.of(scores.fragment(i, j)[e]);
               const float slope = (slopes.fragment(i, j)[e] - of_row[1]) * scores_of.slope(score);
               // Of what is not seen both factors may be anything.
-              slopes.fragment(i, j)[e] = select(0.0f, fast::exp2(score - of_row[0]) * slope, is_seen);
+              slopes.fragment(i, j)[e] = select(0.0f, forge::probability(score, of_row[0]) * slope, is_seen);
             }
           }
         }

@@ -76,7 +76,7 @@ template <typename T, int D, int DV, bool CAUSAL, bool WINDOW, bool SOFTCAP, boo
       value.load(own_v + other * v_strides[2], v_strides[3], lane);
       const float score = scores_of.of(own_q.dot(key));
       const float change = own_dout.dot(value) - own_delta;
-      sums.add(forge::weight(score, own_lse) * change * scores_of.slope(score) * scale, key);
+      sums.add(forge::probability(score, own_lse) * change * scores_of.slope(score) * scale, key);
     }
   }
   sums.store(dq + own_row * D, lane);

@@ -230,14 +230,15 @@ template <
       total[i] = total[i] * factor + fast::exp2(sink - with_sink);
       largest[i] = with_sink;
     }
-    factor = total[i] > 0.0f ? factor / total[i] : 0.0f;
+    // A row that sees nothing is 0; one with NaN is NaN.
+    factor = total[i] == 0.0f ? 0.0f : factor / total[i];
 #pragma clang loop unroll(full)
     for (short c = 0; c < forge::Part<DV, SPLIT>::width / 8; c++) {
       sums.fragment(i, c) *= factor;
     }
     if (part == 0 && sums.col(0, 0) == 0 && sums.row(i) < own_rows) {
       lse[own_row + sums.row(i)] =
-          total[i] > 0.0f ? largest[i] * forge::LN_2 + precise::log(total[i]) : -INFINITY;
+          total[i] == 0.0f ? -INFINITY : largest[i] * forge::LN_2 + precise::log(total[i]);
     }
   }
   v_part.store(sums, out + own_row * DV, own_rows);

@@ -98,11 +98,11 @@ template <typename T, int D, int DV, bool CAUSAL, bool WINDOW, bool SOFTCAP, boo
     total = total * factor + fast::exp2(sink - with_sink);
     largest = with_sink;
   }
-  // A row that sees nothing is 0.
-  sums.multiply(total > 0.0f ? factor / total : 0.0f);
+  // A row that sees nothing is 0; one with NaN is NaN.
+  sums.multiply(total == 0.0f ? 0.0f : factor / total);
   const size_t own_row = plane * queries + query;
   sums.store(out + own_row * DV, lane);
   if (lane == 0) {
-    lse[own_row] = total > 0.0f ? largest * forge::LN_2 + precise::log(total) : -INFINITY;
+    lse[own_row] = total == 0.0f ? -INFINITY : largest * forge::LN_2 + precise::log(total);
   }
 }

@@ -18,7 +18,7 @@ from forge_mlx.kernels.attention.options import (
     check_sinks,
     check_variant,
 )
-from forge_mlx.kernels.attention.plain import MLX_HEADS, plain_attention
+from forge_mlx.kernels.attention.plain import MLX_HEADS, is_better, plain_attention
 from forge_mlx.metal.engine import Engine, EngineName, resolve
 import mlx.core as mx
 
@@ -60,11 +60,16 @@ def flash_attention(
     - window: j > i + S - T - window;
     - segment_ids: both ids are equal and not negative.
 
-    Forward and backward keep O(T) memory. Blocks of keys that no query of a block sees are not visited, by causal
-    order, by the window, and by the least and largest segment id of each block (of unsorted ids fewer are left out, and
-    the result is the same). Saved for the gradient: q, k, v, out and lse; scores are computed again. Scores and
-    probabilities are float32 in registers, sums float32, results rounded once. After Dao, FlashAttention-2
-    (arXiv:2307.08691); sinks as in gpt-oss, soft-capping as in Gemma 2.
+    Forward and backward keep O(T) memory. The kernels do not visit blocks of keys that no query of a block sees, by
+    causal order, by the window, and by the least and largest segment id of each block (of unsorted ids fewer are left
+    out, and the result is the same).
+
+    What is hidden must still be finite: it is multiplied by 0, so that an infinity or a NaN in a row of k, v, q or dout
+    can reach rows that do not see it, as in `mx.fast.scaled_dot_product_attention`.
+
+    Saved for the gradient: q, k, v, out and lse; scores are computed again. Scores and probabilities are float32 in
+    registers, sums float32, results rounded once. After Dao, FlashAttention-2 (arXiv:2307.08691); sinks as in gpt-oss,
+    soft-capping as in Gemma 2.
 
     Differentiable in q, k, v, sinks, through out and lse. A query that sees nothing gives 0, its lse is the sink or
     -inf, and it has no gradient. Sums have an order that follows from shapes, dtypes, options and ids alone. Second
@@ -73,8 +78,9 @@ def flash_attention(
     Which engine runs: automatic takes `mx.fast.scaled_dot_product_attention` ("reference") for plain causal or full
     attention (no window, softcap, segments, sinks or lse asked for) with no more queries than keys and heads of 64, 72,
     80, 96 or 128 for both k and v, for which MLX has Metal kernels; and our kernels for everything else where there is
-    a GPU that they run on. The engine "reference" is MLX's op where that can do it, else blocks of queries in plain MLX
-    operations, which keep O(T) memory too.
+    a GPU that they run on. The engine "reference" is MLX's op where that can do it, on a CPU for fewer than 128 queries
+    in float32 alone, else blocks of queries in plain MLX operations, which keep O(T) memory too; there causal order and
+    windows save work, segment ids do not.
 
     Args:
         q: Queries `[B, H, T, D]`, float32, float16 or bfloat16; D a multiple of 8 up to 256. Any strides: what an
@@ -86,7 +92,8 @@ def flash_attention(
         window: How many keys a query sees, its own included; needs causal. None for all.
         softcap: Bound of the scores, after the scale; None for none.
         segment_ids: Integers `[B, T]` for queries and keys, or a pair `[B, T]`, `[B, S]`, such as the number of the
-            document that each token belongs to; a negative id is padding. Ids are taken as 32-bit integers.
+            document that each token belongs to; a negative id is padding, which sees nothing. Ids above 2^31 - 1 wrap
+            around: they become padding, or meet another document's.
         sinks: A logit for each head, `[H]`, in the denominator; neither scaled nor capped. None for none.
         return_lse: Whether to return lse too.
         variant: "mma" (matrix units), "scalar" (a simdgroup a row, to check the other) or "auto", which is "mma".
@@ -109,7 +116,7 @@ def flash_attention(
     sinks = check_sinks(op, q, sinks)
     chosen = check_variant(op, variant)
     is_plain = options.is_plain and q_segments is None and sinks is None and not return_lse
-    is_plain = is_plain and q.shape[2] <= k.shape[2]
+    is_plain = is_plain and q.shape[2] <= k.shape[2] and is_better(q.shape[2], q.dtype, mx.default_device().type)
     mlx_has_it = is_plain and q.shape[3] == v.shape[3] and q.shape[3] in MLX_HEADS
     engine = resolve(op, impl, prefer_mlx=_PREFER_MLX if mlx_has_it and chosen is None else None)
     check_engine_has_variant(op, variant, engine)

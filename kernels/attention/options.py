@@ -21,6 +21,8 @@ Variant = Literal["scalar", "mma"]
 VARIANTS: Final[tuple[str, ...]] = ("auto", *get_args(Variant))
 
 LARGEST_HEAD: Final = 256
+_SMALLEST_CAP: Final = 1e-10
+_LARGEST_CAP: Final = 1e30
 LONGEST: Final = 2**28
 """Queries or keys: sums of them, and of a window, have to fit 32 bits."""
 
@@ -88,9 +90,10 @@ def check_qkv(op: str, q: mx.array, k: mx.array, v: mx.array) -> None:
             )
         if not flash_supported(array.shape[3]):
             whose = " of v" if name == "v" else ""
+            hint = " Pad the heads with zeros, and give the scale of the size that they had."
             raise ValueError(
-                f"[{op}] head_dim{whose} must be a multiple of 8 from 8 to {LARGEST_HEAD} but got {array.shape[3]}. "
-                "Pad the heads with zeros, and give the scale of the size that they had."
+                f"[{op}] head_dim{whose} must be a multiple of 8 from 8 to {LARGEST_HEAD} but got {array.shape[3]}."
+                f"{hint if 0 < array.shape[3] < LARGEST_HEAD else ''}"
             )
         if array.shape[2] > LONGEST:
             raise ValueError(f"[{op}] {name} must have a length of at most 2^28 but got {array.shape[2]}.")
@@ -131,8 +134,10 @@ def check_options(
         if value is not None:
             check_constant(op, name, value)
             check_float32_range(op, name, value)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"[{op}] softcap must be over 0 or None but got {softcap}.")
+    if softcap is not None and not _SMALLEST_CAP <= softcap <= _LARGEST_CAP:
+        raise ValueError(
+            f"[{op}] softcap must lie in {_SMALLEST_CAP:g} to {_LARGEST_CAP:g} or be None but got {softcap}."
+        )
     return Options(
         head_dim**-0.5 if scale is None else float(scale),
         causal,
@@ -169,6 +174,8 @@ def check_segments(
         queries, keys = segment_ids
         check_arrays(op, **{"segment_ids[0]": queries, "segment_ids[1]": keys})
     else:
+        if isinstance(segment_ids, list) and any(isinstance(each, mx.array) for each in segment_ids):
+            raise ValueError(f"[{op}] segment_ids must be an mx.array or a tuple of two but got a list of arrays.")
         check_arrays(op, segment_ids=segment_ids)
         queries, keys = segment_ids, segment_ids
         if q.shape[2] != k.shape[2]:

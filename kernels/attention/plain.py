@@ -1,22 +1,31 @@
-"""Plain causal or full attention by MLX's own op."""
+"""Plain causal or full attention by MLX's own op, and where that is the better way."""
 
 from typing import Final
 
 import mlx.core as mx
 
 MLX_HEADS: Final = (64, 72, 80, 96, 128)
-"""Head sizes for which MLX 0.32.4 has Metal kernels that are the faster way, its tests of use_fallback say."""
+"""Head sizes for which MLX 0.32.4 has Metal kernels."""
 
-_CPU_BLOCKS: Final = 4
-_CPU_MIN_QUERIES: Final = 128
+_FEW_QUERIES: Final = 128
+
+
+def is_better(queries: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
+    """Whether MLX's op does plain attention better than blocks of queries in plain operations.
+
+    On a GPU it is fused. On a CPU it holds all scores, in the dtype of q, computes those that are hidden too, and takes
+    its time with exponentials: there it is better for few queries in float32 alone.
+
+    Args:
+        queries: T.
+        dtype: Of q, k and v.
+        device: Where they are.
+    """
+    return device == mx.gpu or (queries < _FEW_QUERIES and dtype == mx.float32)
 
 
 def plain_attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool) -> mx.array:
     """softmax(scale q k^T) v, in causal order or of everything: `mx.fast.scaled_dot_product_attention`.
-
-    MLX's CPU back end computes every score and then hides half of them, and the exponentials are most of its time;
-    there, 128 queries or more in causal order are taken in four blocks that read no key past their own end (forward and
-    backward take 15 to 35 % less time).
 
     Args:
         q: Queries `[B, H, T, D]`.
@@ -28,18 +37,6 @@ def plain_attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float, caus
     Returns:
         `[B, H, T, Dv]` in the dtype of q.
     """
-    queries, keys = q.shape[2], k.shape[2]
     # A single query sees everything, and MLX has a kernel for that.
-    mask = "causal" if causal and queries > 1 else None
-    if mask is None or mx.default_device() == mx.gpu or queries < _CPU_MIN_QUERIES:
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
-    size = -(-queries // _CPU_BLOCKS)
-    blocks = []
-    for start in range(0, queries, size):
-        end = start + size
-        seen = keys - queries + end
-        block = mx.fast.scaled_dot_product_attention(
-            q[:, :, start:end], k[:, :, :seen], v[:, :, :seen], scale=scale, mask=mask
-        )
-        blocks.append(block)
-    return mx.concatenate(blocks, axis=2)
+    mask = "causal" if causal and q.shape[2] > 1 else None
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)

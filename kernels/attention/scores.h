@@ -41,6 +41,12 @@ METAL_FUNC float weight(float score, float largest) {
   return metal::select(metal::fast::exp2(score - largest), 0.0f, score == -INFINITY);
 }
 
+// e^(score - lse), both in units of log2: at most 1, whatever rounding has done to large scores.
+METAL_FUNC float probability(float score, float lse) {
+  const float difference = score - lse;
+  return metal::fast::exp2(metal::select(difference, 0.0f, difference > 0.0f));
+}
+
 }  // namespace forge
 
 #endif

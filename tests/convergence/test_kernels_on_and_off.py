@@ -21,17 +21,27 @@ MODELS = {
     "gpt-2": GPTConfig(**SHAPE, norm="layer_norm", position="learned", mlp="gelu_tanh", bias=True),
     "modded-nanogpt": GPTConfig(**SHAPE, mlp="relu2", tie_embeddings=False, norm_weight=False, token_shift=True),
     "geglu": GPTConfig(**SHAPE, mlp="geglu"),
+    "documents": GPTConfig(
+        **SHAPE, num_kv_heads=1, sliding_window=5, attention_softcap=5.0, attention_sinks=True, token_shift=True
+    ),
+}
+# Two of them in each row, and some padding.
+DOCUMENTS = {
+    "segment_ids": mx.broadcast_to(mx.array([0] * 4 + [1] * 7 + [-1]), (3, 12)),
+    "positions": mx.broadcast_to(mx.array([*range(4), *range(7), 0]), (3, 12)),
 }
 # What every model launches, and what each does beside it.
 EVERY = {
     *("embedding_forward", "embedding_backward", "matmul_tiled", "cross_entropy_forward", "cross_entropy_backward"),
     *("sum_elements", "adamw_step"),
+    *(f"flash_attention_{kernel}" for kernel in ("forward", "delta", "dq", "dkv")),
 }
 OWN = {
     "llama": {"rms_norm_forward", "add_rms_norm_forward", "rms_norm_backward", "rope", "gated_forward"},
     "gpt-2": {"layer_norm_forward", "layer_norm_backward", "sum_parts", "activation_forward", "activation_backward"},
     "modded-nanogpt": {"rms_norm_forward", "add_rms_norm_forward", "rms_norm_backward", "rope", "activation_backward"},
     "geglu": {"rms_norm_forward", "add_rms_norm_forward", "rope", "gated_forward", "gated_backward"},
+    "documents": {"rms_norm_forward", "add_rms_norm_forward", "rope", "gated_forward", "gated_backward"},
 }
 
 
@@ -40,10 +50,11 @@ def train(config, steps):
     model = GPT(config)
     optimizer = AdamW(learning_rate=5e-3, weight_decay=0.1)
     random = np.random.default_rng(0)
+    documents = DOCUMENTS if config.attention_sinks else {}
 
     def loss(model, tokens):
         options = {"z_loss": 1e-4, "softcap": config.logit_softcap}
-        hidden = model.hidden(tokens[:, :-1])
+        hidden = model.hidden(tokens[:, :-1], **documents)
         return kernels.linear_cross_entropy(hidden, model.head_weight, tokens[:, 1:], **options)
 
     losses = []
@@ -54,7 +65,7 @@ def train(config, steps):
         model.update(optimizer.apply_gradients(gradients, model, 1 / mx.maximum(norm, 1)))
         mx.eval(model.parameters(), optimizer.state)
         losses.append(value.item())
-    logits = model(tokens[:, :-1])
+    logits = model(tokens[:, :-1], **documents)
     best = mx.sort(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1)[..., -TOP:]
     return losses, np.array(best), {name: np.array(array) for name, array in tree_flatten(model.parameters())}
 
@@ -85,7 +96,9 @@ def test_32_steps_with_the_kernels_and_without_are_the_same_run(model):
     assert losses[-1] < losses[0] / 1.5
 
 
-@pytest.mark.parametrize("model", ["llama", pytest.param("gpt-2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-2", "documents"))]
+)
 def test_two_steps_launch_the_kernels_of_every_part(model):
     _, launched = compare(MODELS[model], 2)
     assert EVERY | OWN[model] <= launched.keys()

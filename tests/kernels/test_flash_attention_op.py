@@ -51,7 +51,7 @@ MISTAKES = {
     "window is 0": ({}, {"window": 0}, "window must be a whole number of keys, 1 or more, or None but got 0"),
     "window is a float": ({}, {"window": 2.0}, "window must be a whole number .* but got 2.0"),
     "a window of both sides": ({}, {"window": 3, "causal": False}, "window needs causal=True but got causal=False"),
-    "softcap is 0": ({}, {"softcap": 0.0}, "softcap must be over 0 or None but got 0"),
+    "softcap is 0": ({}, {"softcap": 0.0}, r"softcap must lie in 1e-10 to 1e\+30 or be None but got 0"),
     "softcap is infinite": ({}, {"softcap": float("inf")}, "softcap must be within float32's range"),
     "scale is an array": ({}, {"scale": mx.array(1.0)}, "scale must be a Python number but got an mx.array"),
     "scale is nan": ({}, {"scale": float("nan")}, "scale must be within float32's range"),
