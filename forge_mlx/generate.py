@@ -7,7 +7,7 @@ import sys
 
 from forge_mlx._console import print_what_fits
 from forge_mlx.data.tokenizer import StreamDecoder, Tokenizer
-from forge_mlx.hub.native import ModelFolderError, load_model, load_weights
+from forge_mlx.hub.native import ModelFolderError, begins_with_end, load_model, load_weights
 from forge_mlx.models.gpt import GPT
 from forge_mlx.sampling import Sampler, generate_tokens
 from forge_mlx.train.checkpoint import list_checkpoints
@@ -15,11 +15,12 @@ from forge_mlx.train.folder import RunFolder
 from forge_mlx.train.load import load_config
 
 
-def open_model(path: Path) -> tuple[GPT, Tokenizer, Path]:
+def open_model(path: Path) -> tuple[GPT, Tokenizer, Path, bool]:
     """Load a model folder, one checkpoint, or of a run folder the final model, else its newest checkpoint.
 
     Returns:
-        the model in evaluation mode, its tokenizer, and the folder the weights came from.
+        the model in evaluation mode, its tokenizer, the folder the weights came from, and whether the end token stood
+        before every text of training.
 
     Raises:
         ModelFolderError: there is no model.
@@ -27,24 +28,25 @@ def open_model(path: Path) -> tuple[GPT, Tokenizer, Path]:
     if not path.is_dir():
         raise ModelFolderError(f"{path}: there is no such folder.")
     if (path / "config.json").is_file():
-        return *load_model(path), path
+        return *load_model(path), path, begins_with_end(path)
     if (path / "state.json").is_file():
         return _open_checkpoint(RunFolder(path.resolve().parent.parent), path)
     run = RunFolder(path)
     if run.final.is_dir():
-        return *load_model(run.final), run.final
+        return *load_model(run.final), run.final, begins_with_end(run.final)
     checkpoints = list_checkpoints(run.checkpoints)
     if not run.started or not checkpoints:
         raise ModelFolderError(f"{path}: is neither a model folder nor a run folder with a checkpoint.")
     return _open_checkpoint(run, checkpoints[-1])
 
 
-def _open_checkpoint(run: RunFolder, checkpoint: Path) -> tuple[GPT, Tokenizer, Path]:
+def _open_checkpoint(run: RunFolder, checkpoint: Path) -> tuple[GPT, Tokenizer, Path, bool]:
     """A checkpoint holds the weights; the run's folder has the rest."""
-    model = GPT(load_config(run.config_file).model)
+    config = load_config(run.config_file)
+    model = GPT(config.model)
     load_weights(model, checkpoint / "model.safetensors")
     model.eval()
-    return model, Tokenizer.load(run.tokenizer_file), checkpoint
+    return model, Tokenizer.load(run.tokenizer_file), checkpoint, config.data.packing == "documents"
 
 
 def stream_text(
@@ -55,6 +57,7 @@ def stream_text(
     max_tokens: int,
     seed: int,
     warn: Callable[[str], None],
+    begins_with_end: bool = False,
 ) -> Iterator[str]:
     """The continuation of a prompt piece by piece, only whole characters.
 
@@ -68,6 +71,7 @@ def stream_text(
         max_tokens: the most tokens to write.
         seed: of the choices.
         warn: told in one line when the text may become longer than those of training.
+        begins_with_end: whether the end token stood before every text of training: then it stands before a prompt too.
 
     Raises:
         ValueError: ``max_tokens`` is below 1, or prompt and answer together are longer than the learned positions.
@@ -75,8 +79,10 @@ def stream_text(
     if max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1 but got {max_tokens}.")
     # Without a prompt, the end token: what follows it is the start of a document. A prompt may come from anywhere in
-    # a text, as the rows of training do.
-    tokens = tokenizer.encode(prompt) or [tokenizer.end_id]
+    # a text, as the rows of training do, unless those were whole documents.
+    tokens = tokenizer.encode(prompt)
+    if begins_with_end or not tokens:
+        tokens = [tokenizer.end_id, *tokens]
     limit = model.config.max_seq_len
     if len(tokens) + max_tokens > limit:
         size = f"{len(tokens)} tokens of prompt and {max_tokens} of text"
@@ -128,9 +134,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_what_fits()
     try:
         sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
-        model, tokenizer, source = open_model(options.model)
+        model, tokenizer, source, end_first = open_model(options.model)
         pieces = stream_text(
-            model, tokenizer, options.prompt, sampler, options.max_tokens, options.seed, warn=_to_stderr
+            model,
+            tokenizer,
+            options.prompt,
+            sampler,
+            options.max_tokens,
+            options.seed,
+            warn=_to_stderr,
+            begins_with_end=end_first,
         )
         _to_stderr(f"[{source}]")
         print(options.prompt, end="", flush=True)

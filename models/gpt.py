@@ -6,6 +6,8 @@ import math
 from typing import Final, Literal, TypeAlias, cast
 
 from forge_mlx._config import Section
+from forge_mlx.kernels._common.checks import check_arrays, given
+from forge_mlx.kernels.attention.options import LARGEST_HEAD
 from forge_mlx.nn.activations import GATED_ACTIVATIONS, softcap
 from forge_mlx.nn.attention import Attention
 from forge_mlx.nn.embedding import Embedding
@@ -22,7 +24,6 @@ from pydantic import Field, model_validator
 
 _INTERMEDIATE_MULTIPLE: Final = 64
 _RESIDUAL_MATRICES: Final = ("o_proj.weight", "down_proj.weight")
-_LARGEST_HEAD: Final = 256
 
 Cache: TypeAlias = KVCache | LastToken
 
@@ -38,7 +39,12 @@ class GPTConfig(Section):
     num_kv_heads: int | None = Field(
         None, ge=1, description="Key and value heads, a divisor of num_heads (GQA); null: num_heads."
     )
-    head_dim: int | None = Field(None, ge=1, description="Size of a head; null: hidden_size / num_heads.")
+    head_dim: int | None = Field(
+        None,
+        ge=1,
+        description="Size of a head; null: hidden_size / num_heads. At most 256 with sliding_window, "
+        "attention_softcap, attention_sinks or packed documents.",
+    )
     intermediate_size: int | None = Field(
         None,
         ge=1,
@@ -131,10 +137,16 @@ class GPTConfig(Section):
                 f"num_heads must be a multiple of num_kv_heads, {self.kv_heads}, but got {self.num_heads}. "
                 "Change one of them; null takes as many key and value heads as query heads."
             )
-        if self.head_size > _LARGEST_HEAD:
+        asked = {
+            "sliding_window": self.sliding_window is not None,
+            "attention_softcap": self.attention_softcap is not None,
+            "attention_sinks": self.attention_sinks,
+        }
+        features = [name for name, is_asked in asked.items() if is_asked]
+        if features and self.head_size > LARGEST_HEAD:
             raise ValueError(
-                f"head_dim must be at most {_LARGEST_HEAD}, as attention takes it, but the head size is "
-                f"{self.head_size}. Set head_dim or more num_heads."
+                f"head_dim must be at most {LARGEST_HEAD} with {' and '.join(features)} but the head size is "
+                f"{self.head_size}. Set it or raise num_heads."
             )
         return self
 
@@ -294,17 +306,19 @@ class GPT(nn.Module):
             tokens: `[B, T]`, integers in [0, V).
             cache: From `make_cache`: the tokens continue what it holds, and it is extended.
             segment_ids: Integers `[B, T]`: no token sees one of another id, and none sees one with a negative id, which
-                is padding. None: a row is one text.
-            positions: Integers `[B, T]`, below max_seq_len for learned positions. None: as they follow each other in
-                the row, behind what the cache holds.
+                is padding. None: a row is one text. Ids above 2^31 - 1 wrap around: they become padding, or meet
+                another document's.
+            positions: Integers `[B, T]`, without effect for position: none. Learned ones must lie in [0, max_seq_len),
+                in a row of any length; another position counts as zeros, as nothing can raise inside a compiled step.
+                None: as they follow each other in the row, behind what the cache holds.
 
         Returns:
             `[B, T, C]`.
 
         Raises:
             ValueError: When tokens, segment ids or positions are no matrices of integers of one shape, segment ids or
-                positions come with a cache, the cache has another number of layers, or learned positions end before
-                the tokens do.
+                positions come with a cache, the cache has another number of layers, learned positions end before the
+                tokens do and none are given, or segment ids meet heads of more than 256 elements.
         """
         self._check_tokens(tokens, cache, {"segment_ids": segment_ids, "positions": positions})
         layer_caches, last = self._split(cache)
@@ -377,6 +391,7 @@ class GPT(nn.Module):
 
     def _check_tokens(self, tokens: mx.array, cache: list[Cache] | None, documents: dict[str, mx.array | None]) -> None:
         """Raise unless tokens, and what says which documents they are of, fit together."""
+        check_arrays("GPT", tokens=tokens, **given(**documents))
         if tokens.ndim != 2 or not mx.issubdtype(tokens.dtype, mx.integer):
             raise ValueError(f"[GPT] tokens must be integers of shape [B, T] but got {tokens.dtype} of {tokens.shape}.")
         for name, array in documents.items():
@@ -411,13 +426,15 @@ class GPT(nn.Module):
 
     def _positions(self, offset: int, length: int, positions: mx.array | None) -> mx.array:
         """Rows of the table of learned positions: those asked for, or offset to offset + length."""
+        if positions is not None:
+            return self.embed_positions(positions)
         limit = self.config.max_seq_len
         if offset + length > limit:
             raise ValueError(
                 f"[GPT] learned positions end at max_seq_len, {limit}, but got {offset + length} tokens. "
                 "Shorten the sequence, or train with a larger max_seq_len or with position: rope."
             )
-        return self.embed_positions(mx.arange(offset, offset + length) if positions is None else positions)
+        return self.embed_positions(mx.arange(offset, offset + length))
 
 
 def _norm(config: GPTConfig) -> RMSNorm | LayerNorm:

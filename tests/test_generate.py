@@ -89,7 +89,7 @@ def test_an_unfinished_run_gives_its_newest_checkpoint(run, command):
     status, _, err = command(run, "--prompt", "def ", "--max-tokens", 6)
     assert status == 0
     assert err == f"[{run / 'checkpoints' / 'step-00000004'}]\n"
-    model, tokenizer, _ = open_model(run)
+    model, tokenizer, *_ = open_model(run)
     assert not model.training
     saved = mx.load(str(run / "checkpoints/step-00000004/model.safetensors"))
     assert mx.array_equal(model.embed_tokens.weight, saved["embed_tokens.weight"])
@@ -261,9 +261,13 @@ def test_prompt_stands_alone_and_nothing_is_the_end_token(trained):
             seen.append(tokens.tolist()[0])
             return mx.zeros((1, tokens.shape[1], tokenizer.vocab_size))
 
-    for prompt in ("def ", ""):
-        list(stream_text(Listening(), tokenizer, prompt, Sampler(), 1, 0, warn=lambda _: None))
-    assert seen == [tokenizer.encode("def "), [tokenizer.end_id]]
+    for first in (False, True):
+        for prompt in ("def ", ""):
+            list(
+                stream_text(Listening(), tokenizer, prompt, Sampler(), 1, 0, warn=lambda _: None, begins_with_end=first)
+            )
+    end, tokens = tokenizer.end_id, tokenizer.encode("def ")
+    assert seen == [tokens, [end], [end, *tokens], [end]]
 
 
 def test_output_that_cannot_hold_a_character_replaces_it(trained):
@@ -272,3 +276,26 @@ def test_output_that_cannot_hold_a_character_replaces_it(trained):
     done = subprocess.run(arguments, env=environment, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(b"gr??e")
+
+
+def test_a_model_of_packed_documents_reads_the_end_token_first(trained, tmp_path, command, monkeypatch):
+    """By its final folder, and by its run's config where it has none yet."""
+    shutil.copytree(trained, tmp_path / "run")
+    run = tmp_path / "run"
+    seen = []
+    monkeypatch.setattr(generate, "generate_tokens", lambda _model, tokens, *_args, **_named: seen.append(tokens) or [])
+    command(run, "--prompt", "def ")
+    for file, old, new in (
+        (run / "config.yaml", "packing: concat", "packing: documents"),
+        (run / "final/config.json", "{", '{"texts_begin_with_end": true,'),
+    ):
+        text = file.read_text(encoding="utf-8")
+        assert old in text
+        file.write_text(text.replace(old, new, 1), encoding="utf-8")
+    command(run, "--prompt", "def ")
+    command(run / "checkpoints/step-00000004", "--prompt", "def ")
+    shutil.rmtree(run / "final")
+    command(run, "--prompt", "def ")
+    tokenizer = Tokenizer.load(trained / "tokenizer.model")
+    prompt = tokenizer.encode("def ")
+    assert seen == [prompt] + 3 * [[tokenizer.end_id, *prompt]]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from zipfile import ZipFile
 
-from forge_mlx.models.gpt import GPT
+from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.nn.parameters import named_arrays
 from forge_mlx.train.load import load_config
 import mlx.core as mx
@@ -38,7 +38,19 @@ def test_help_says_what_it_does(script):
 def test_peer_of_the_benchmark_is_the_model_of_every_shipped_config(config):
     small = {"vocab_size": 50, "num_layers": 2, "hidden_size": 64, "intermediate_size": 64, "zero_init_residual": False}
     shape = load_config(ROOT / "models" / "configs" / config).model.model_copy(update=small)
+    check_peer(shape)
+
+
+def test_peer_of_the_benchmark_has_every_option_of_attention():
+    options = {"num_kv_heads": 2, "sliding_window": 4, "attention_softcap": 0.5, "attention_sinks": True}
+    check_peer(GPTConfig(vocab_size=50, num_layers=2, hidden_size=64, **options))
+
+
+def check_peer(shape):
     model, peer = GPT(shape).eval(), TorchGPT(shape)
+    if shape.attention_sinks:
+        for index, layer in enumerate(model.layers):
+            layer.self_attn.sinks = mx.arange(shape.num_heads) * 1.0 - index
     peer.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in named_arrays(model.parameters())})
     tokens = np.random.default_rng(0).integers(0, 50, (2, 9))
     want = np.array(model(mx.array(tokens)))

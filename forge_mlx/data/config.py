@@ -75,7 +75,8 @@ class DataConfig(Section):
             "How documents become rows of train.seq_len tokens. concat: they follow each other, each with an end "
             "token, and are cut into rows; attention crosses their borders, and every position is a target. "
             "documents: whole documents fill rows, and none sees another; those longer than a row are cut into "
-            "pieces, each a text of its own, and what no document fills is padding."
+            "pieces, each a text of its own, and what no document fills is padding. Each begins behind an end token, "
+            "which samples and forge_mlx.generate then put before a prompt."
         ),
     )
     tokenizer: TokenizerConfig = Field(

@@ -71,16 +71,18 @@ class DocumentRows:
         shape = (len(rows), self.seq_len)
         inputs, targets, positions = (np.zeros(shape, np.int32) for _ in range(3))
         weights, segment_ids = np.zeros(shape, np.float32), np.full(shape, PADDING_SEGMENT, np.int32)
-        for line, row in enumerate(rows):
-            for segment, place in enumerate(self._places[self._bounds[row] : self._bounds[row + 1]]):
-                piece = self._piece_at[place]
-                start, length = self._starts[piece], self._lengths[piece]
-                spot = line, slice(self._offsets[place], self._offsets[place] + length)
-                # The place before the first token is the last one of the file, which is an end token too.
-                window = self.tokens.tokens[np.arange(start - 1, start + length)]
-                inputs[spot], targets[spot] = window[:-1], window[1:]
-                positions[spot] = np.arange(length)
-                weights[spot], segment_ids[spot] = 1, segment
+        first, counts = self._bounds[rows], self._bounds[rows + 1] - self._bounds[rows]
+        segments = _counted(counts)
+        places = self._places[np.repeat(first, counts) + segments]
+        pieces = self._piece_at[places]
+        lengths = self._lengths[pieces]
+        index = _counted(lengths)
+        lines = np.repeat(np.arange(len(rows)), counts)
+        spots = np.repeat(lines, lengths), np.repeat(self._offsets[places], lengths) + index
+        source = np.repeat(self._starts[pieces], lengths) + index
+        # The place before the first token is the last one of the file, which is an end token too.
+        inputs[spots], targets[spots] = self.tokens.tokens[source - 1], self.tokens.tokens[source]
+        positions[spots], segment_ids[spots], weights[spots] = index, np.repeat(segments, lengths), 1
         return Batch(inputs, targets, weights, segment_ids, positions)
 
 
@@ -147,3 +149,8 @@ def _cut(borders: Ints, pieces: Ints, seq_len: int) -> tuple[Ints, Ints]:
     number = np.arange(len(first)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     starts = first + number * seq_len
     return starts, np.minimum(np.repeat(borders[1:], pieces) - starts, seq_len)
+
+
+def _counted(lengths: Ints) -> Ints:
+    """0 to n - 1 for each of the lengths n, one behind the other."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -1,6 +1,7 @@
 """Rows of tokens for training and for validation."""
 
 from collections.abc import Iterator
+import math
 from typing import Literal, Protocol
 
 from forge_mlx.data.batch import Batch, joined
@@ -185,7 +186,7 @@ def eval_batches(rows: Rows, batch_size: int, max_tokens: int | None = None) -> 
     Args:
         rows: of `validation_rows`.
         batch_size: rows a batch.
-        max_tokens: targets to evaluate at most, rounded up to whole rows, which are evenly spaced; None: all.
+        max_tokens: about how many targets to evaluate, in rows that are evenly spaced; None: all.
 
     Returns:
         An iterator of batches with weights: 0 for padding, also in the rows that fill up the last batch.
@@ -197,7 +198,9 @@ def eval_batches(rows: Rows, batch_size: int, max_tokens: int | None = None) -> 
     taken = rows.num_rows
     if max_tokens is not None:
         _require_positive("eval_batches", max_tokens=max_tokens)
-        taken = min(taken, -(-max_tokens // rows.seq_len))
+        # Of concat only the last row is not full.
+        in_a_row = rows.num_targets / rows.num_rows if rows.packing == "documents" else rows.seq_len
+        taken = min(taken, math.ceil(max_tokens / in_a_row))
     numbers = np.arange(taken) * rows.num_rows // taken
     return (rows.batch(numbers[i : i + batch_size]).filled_up(batch_size) for i in range(0, taken, batch_size))
 

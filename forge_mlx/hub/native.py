@@ -1,6 +1,9 @@
 """forge-mlx's own model folder: ``model.safetensors``, ``config.json``, ``tokenizer.model``."""
 
+from contextlib import suppress
+import json
 from pathlib import Path
+from typing import Final
 
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.models.gpt import GPT, GPTConfig
@@ -8,13 +11,21 @@ from forge_mlx.nn.parameters import named_arrays
 import mlx.core as mx
 from pydantic import ValidationError
 
+_BEGINS_WITH_END: Final = "texts_begin_with_end"
+
 
 class ModelFolderError(ValueError):
     """A folder that holds no model that can be read."""
 
 
-def save_model(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
+def save_model(folder: Path, model: GPT, tokenizer: Tokenizer, *, texts_begin_with_end: bool = False) -> None:
     """Write a model and its tokenizer into an existing folder.
+
+    Args:
+        folder: where to.
+        model: what to write.
+        tokenizer: the model's.
+        texts_begin_with_end: whether the end token stood before every text that the model was trained on.
 
     Raises:
         OSError: a file cannot be written.
@@ -22,7 +33,10 @@ def save_model(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
     # Through Python's file: MLX's own writer does not say why it failed.
     with (folder / "model.safetensors").open("wb") as file:
         mx.save_safetensors(file, dict(named_arrays(model.parameters())))
-    (folder / "config.json").write_text(model.config.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    values = model.config.model_dump(mode="json")
+    if texts_begin_with_end:
+        values[_BEGINS_WITH_END] = True
+    (folder / "config.json").write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     tokenizer.save(folder / "tokenizer.model")
 
 
@@ -35,21 +49,42 @@ def load_model(folder: Path) -> tuple[GPT, Tokenizer]:
     for name in ("config.json", "model.safetensors", "tokenizer.model"):
         if not (folder / name).is_file():
             raise ModelFolderError(f"{folder}: is no model folder: {name} is missing.")
-    model = GPT(_read_config(folder / "config.json"))
+    config, _ = _read_config(folder / "config.json")
+    model = GPT(config)
     load_weights(model, folder / "model.safetensors")
     model.eval()
     return model, Tokenizer.load(folder / "tokenizer.model")
 
 
-def _read_config(file: Path) -> GPTConfig:
+def begins_with_end(folder: Path) -> bool:
+    """Whether a model folder says that the end token stood before every text of training; not if it says nothing.
+
+    Raises:
+        ModelFolderError: its config.json describes no model.
+        OSError: it cannot be read.
+    """
+    return _read_config(folder / "config.json")[1]
+
+
+def _read_config(file: Path) -> tuple[GPTConfig, bool]:
+    """The config, and whether texts begin with the end token."""
+    content, end_first = file.read_bytes(), False
+    with suppress(ValueError):
+        values = json.loads(content)
+        if isinstance(values, dict):
+            end_first = values.pop(_BEGINS_WITH_END, False)
+            content = json.dumps(values).encode()
+    if not isinstance(end_first, bool):
+        raise ModelFolderError(f"{file}: {_BEGINS_WITH_END} must be true or false but got {end_first!r}.")
     try:
-        config = GPTConfig.model_validate_json(file.read_bytes())
+        # What is no JSON, this says.
+        config = GPTConfig.model_validate_json(content)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
         raise ModelFolderError(f"{file}: describes no GPT: {'; '.join(problems)}.") from None
     if config.vocab_size is None:
         raise ModelFolderError(f"{file}: vocab_size must be a number but got null.")
-    return config
+    return config, end_first
 
 
 def load_weights(model: GPT, file: Path) -> None:

@@ -1,8 +1,12 @@
 """Causal self-attention: grouped heads, rotary positions, normalised queries and keys, documents, windows, a cache."""
 
+from numbers import Integral
 from typing import cast
 
+from forge_mlx.kernels._common.checks import given, is_number
 from forge_mlx.kernels.attention import flash_attention
+from forge_mlx.kernels.attention.options import LARGEST_HEAD
+from forge_mlx.kernels.attention.plain import plain_attention
 from forge_mlx.kernels.rope import rope
 from forge_mlx.nn.kv_cache import KVCache
 from forge_mlx.nn.linear import Linear
@@ -14,13 +18,14 @@ import mlx.nn as nn
 class Attention(nn.Module):
     """o(attention(rope(norm(q(x))), rope(norm(k(x))), v(x))), causal.
 
-    The attention is `flash_attention`. Heads whose size is no multiple of 8 are filled up with zeros for it.
+    The attention is `flash_attention`. Heads whose size is no multiple of 8 are filled up with zeros for it. Larger
+    heads than it takes, of more than 256 elements, can attend in causal order alone, by MLX's own op.
 
     Args:
         hidden_size: Width C of input and output.
         num_heads: Query heads H.
         num_kv_heads: Key and value heads; a divisor of num_heads.
-        head_dim: Size D of a head.
+        head_dim: Size D of a head; at most 256 with a window, softcap, sinks or segment ids.
         bias: Whether the four projections have a bias.
         rope_base: Base of the rotary frequencies, base^(-2i/D); None for no rotary positions. The halves of
             a head rotate against each other (element i with i + D/2), as in Llama.
@@ -31,6 +36,9 @@ class Attention(nn.Module):
         softcap: Bound c of the scores, c tanh(score / c); None: none.
         sinks: Whether each head has a learnable logit in the denominator of its softmax, `sinks` `[H]`, as in gpt-oss:
             a head can then attend to nothing. They start at 0.
+
+    Raises:
+        ValueError: When an argument is out of its range, or a head too large for what is asked of it.
     """
 
     def __init__(
@@ -50,6 +58,8 @@ class Attention(nn.Module):
         sinks: bool = False,
     ) -> None:
         super().__init__()
+        _check_heads(num_heads, num_kv_heads, head_dim)
+        _check_options(head_dim, window, softcap, sinks)
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
         self.rope_base = rope_base
@@ -79,17 +89,23 @@ class Attention(nn.Module):
         Args:
             x: `[B, T, C]`.
             cache: Keys and values of the positions before x, which x is added to.
-            segment_ids: Integers `[B, T]`: a position sees those of its own id alone, and with a negative id none.
-            positions: Integers `[B, T]` for the rotation; None: as they follow each other.
+            segment_ids: Integers `[B, T]`: a position sees those of its own id alone, and with a negative id none. Ids
+                above 2^31 - 1 wrap around: they become negative, or meet another document's.
+            positions: Integers `[B, T]` for the rotation; None: as they follow each other. Without effect with
+                rope_base=None.
 
         Raises:
-            ValueError: When there are segment ids or positions together with a cache, whose keys have none.
+            ValueError: When there are segment ids or positions together with a cache, whose keys have none, or segment
+                ids with heads of more than 256 elements.
         """
-        if cache is not None and not (segment_ids is None and positions is None):
+        names = list(given(segment_ids=segment_ids, positions=positions))
+        if cache is not None and names:
             raise ValueError(
-                "[Attention] segment_ids and positions must be left out with a cache, which holds one text a row, but "
-                "got both. Give the rows without a cache, or each document a row of its own."
+                f"[Attention] {' and '.join(names)} must be left out with a cache, which holds one text a row. "
+                "Give the rows without a cache, or each document a row of its own."
             )
+        if segment_ids is not None:
+            _check_largest(self.head_dim, ["segment_ids"])
         q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
         if "q_norm" in self:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -107,6 +123,8 @@ class Attention(nn.Module):
         return projected
 
     def _attend(self, q: mx.array, k: mx.array, v: mx.array, segment_ids: mx.array | None) -> mx.array:
+        if self.head_dim > LARGEST_HEAD:
+            return plain_attention(q, k, v, scale=self.scale, causal=True)
         missing = -self.head_dim % 8
         if missing:
             q, k, v = (mx.pad(each, [(0, 0), (0, 0), (0, 0), (0, missing)]) for each in (q, k, v))
@@ -126,3 +144,35 @@ class Attention(nn.Module):
         """`[B, T, H * D]` to `[B, H, T, D]`."""
         batch, length, width = x.shape
         return x.reshape(batch, length, width // self.head_dim, self.head_dim).transpose(0, 2, 1, 3)
+
+
+def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    for name, value in {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}.items():
+        _check_count(name, value)
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"[Attention] num_heads must be a multiple of num_kv_heads, {num_kv_heads}, but got {num_heads}."
+        )
+
+
+def _check_options(head_dim: int, window: int | None, softcap: float | None, sinks: bool) -> None:
+    if window is not None:
+        _check_count("window", window)
+    if softcap is not None and not (is_number(softcap) and softcap > 0):
+        raise ValueError(f"[Attention] softcap must be a number greater than 0 but got {softcap!r}.")
+    asked = {"window": window is not None, "softcap": softcap is not None, "sinks": sinks}
+    _check_largest(head_dim, [name for name, is_asked in asked.items() if is_asked])
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"[Attention] {name} must be a whole number of 1 or more but got {value!r}.")
+
+
+def _check_largest(head_dim: int, features: list[str]) -> None:
+    """Raise where a head is too large for what only `flash_attention` does."""
+    if features and head_dim > LARGEST_HEAD:
+        raise ValueError(
+            f"[Attention] head_dim must be at most {LARGEST_HEAD} with {' and '.join(features)} but got {head_dim}. "
+            "Take more and smaller heads."
+        )

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from forge_mlx.kernels._common.checks import check_integers, check_shape
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -40,12 +41,16 @@ class TokenShift(nn.Module):
         Args:
             x: Positions that follow what `last` holds, or the start of the text.
             last: Read and then set to the last position of x.
-            segment_ids: Integers `[B, T]`: a position gets no share of one with another id before it.
+            segment_ids: Integers `[B, T]`: a position gets no share of one with another id before it. Ids above
+                2^31 - 1 wrap around in attention: keep them below here too.
 
         Raises:
             ValueError: When the batch differs from that of the call before, or there are segment ids together with
-                `last`, which has none.
+                `last`, which has none, or they are no integers `[B, T]`.
         """
+        if segment_ids is not None:
+            check_integers("TokenShift", segment_ids=segment_ids)
+            check_shape("TokenShift", "segment_ids", segment_ids, x.shape[:2], "an id for each position")
         if last is not None and segment_ids is not None:
             raise ValueError(
                 "[TokenShift] segment_ids must be left out with the last position of a call before but got both. "

@@ -1,6 +1,7 @@
 """Which path a run's attention takes, and why."""
 
 from forge_mlx.data.stream import Packing
+from forge_mlx.kernels.attention.options import LARGEST_HEAD
 from forge_mlx.kernels.attention.plain import MLX_HEADS, is_better
 from forge_mlx.metal.engine import resolve
 from forge_mlx.models.gpt import GPTConfig
@@ -20,13 +21,15 @@ def features(model: GPTConfig, packing: Packing) -> list[str]:
 
 def takes_mlx(model: GPTConfig, packing: Packing, seq_len: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
     """Whether MLX's own op does it, where no kernels run."""
-    return not features(model, packing) and is_better(seq_len, dtype, device)
+    return not features(model, packing) and (model.head_size > LARGEST_HEAD or is_better(seq_len, dtype, device))
 
 
 def describe_attention(model: GPTConfig, packing: Packing, seq_len: int, dtype: mx.Dtype, device: mx.DeviceType) -> str:
     """What attention does, the path that `flash_attention` takes for it, and why."""
     plain = takes_mlx(model, packing, seq_len, dtype, device)
     prefer = "MLX's own op does it with a backward pass of its own" if plain and model.head_size in MLX_HEADS else None
+    if model.head_size > LARGEST_HEAD:
+        return f"causal: mx.fast.scaled_dot_product_attention, as no kernel takes heads of {model.head_size}"
     engine = resolve("flash_attention", prefer_mlx=prefer)
     path = "mx.fast.scaled_dot_product_attention" if plain else "blocks of queries in plain MLX operations"
     if engine.name != "reference":

@@ -8,6 +8,7 @@ from typing import Any
 from forge_mlx._text import count
 from forge_mlx.blas import blas_choice
 from forge_mlx.data.documents import DocumentRows
+from forge_mlx.data.stream import Packing, Rows
 from forge_mlx.info import versions
 from forge_mlx.kernels.linear_cross_entropy.chunks import chunk_rows
 from forge_mlx.metal.engine import resolve
@@ -18,7 +19,8 @@ from forge_mlx.train.device import Placement
 from forge_mlx.train.trainer import Trainer
 import mlx.core as mx
 
-PACKING = {
+_LOW_FILL = 0.9
+_PACKING = {
     "concat": "documents follow each other in a row, each with an end token, and attention crosses their borders",
     "documents": "whole documents in a row, each with segment ids and positions of its own; none sees another",
 }
@@ -41,7 +43,12 @@ def log_path(placement: Placement, config: TrainConfig, log: Callable[[str], Non
     packing = config.data.packing
     path = describe_attention(config.model, packing, config.train.seq_len, placement.dtype, placement.device.type)
     log(f"attention: {path}")
-    log(f"packing: {packing} ({PACKING[packing]})")
+    log(f"packing: {describe_packing(packing)}")
+
+
+def describe_packing(packing: Packing) -> str:
+    """How documents become rows, in words."""
+    return f"{packing} ({_PACKING[packing]})"
 
 
 def _busy_hint() -> str | None:
@@ -74,7 +81,8 @@ def log_model(trainer: Trainer, log: Callable[[str], None]) -> None:
     about, filled = "", ""
     if isinstance(trainer.rows, DocumentRows):
         about, filled = "about ", f", {trainer.fill:.2%} of them targets"
-        log(_rows_text(trainer.rows))
+        for line in _rows_lines(trainer.rows, trainer.valid_rows, trainer.fill):
+            log(line)
     log(
         f"training: {loop.steps:,} steps of {about}{tokens:,} tokens ({loop.batch_size} rows x {loop.seq_len}{passes}"
         f"{filled}), {loop.steps * tokens / trainer.data.facts.train_tokens:.3g} times over the training text"
@@ -82,12 +90,21 @@ def log_model(trainer: Trainer, log: Callable[[str], None]) -> None:
     log(f"folder: {trainer.folder.path}; Ctrl-C stops after a step and saves, the same command goes on")
 
 
-def _rows_text(rows: DocumentRows) -> str:
-    text = f"rows: {count(rows.tokens.num_documents, 'document')} in {count(rows.num_rows, 'row')}"
-    if not rows.cut_documents:
-        return f"{text}, each document whole"
-    longer = count(rows.cut_documents, "document")
-    return f"{text}; {longer} longer than a row, cut into {rows.cut_pieces:,} pieces, each a text of its own"
+def _rows_lines(rows: DocumentRows, valid: Rows, fill: float) -> list[str]:
+    documents = count(rows.tokens.num_documents, "document")
+    text = f"rows: the training text's {documents} in {count(rows.num_rows, 'row')}"
+    if rows.cut_documents:
+        longer = count(rows.cut_documents, "document")
+        text += f"; {longer} longer than a row, cut into {rows.cut_pieces:,} pieces, each a text of its own"
+    else:
+        text += ", each document whole"
+    if isinstance(valid, DocumentRows) and valid.cut_documents:
+        documents = count(valid.tokens.num_documents, "document")
+        text += f"; of the validation text's {documents} {valid.cut_documents:,} cut"
+    if fill >= _LOW_FILL:
+        return [text]
+    advice = "raise train.seq_len (and model.max_seq_len), so that more documents fit together"
+    return [text, f"rows are only {100 * fill:.0f} % full: the work on the rest is lost; {advice}"]
 
 
 def setup_facts(trainer: Trainer) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from forge_mlx._config import Section
 from forge_mlx.data.config import DataConfig
+from forge_mlx.kernels.attention.options import LARGEST_HEAD
 from forge_mlx.models.gpt import GPTConfig
 from forge_mlx.optim import OptimConfig
 from pydantic import Field, field_validator, model_validator
@@ -49,12 +50,16 @@ class LoopConfig(Section):
     accumulate: int = Field(1, gt=0, description="passes whose gradients make one update, weighted by tokens")
     log_every: int = Field(10, gt=0, description="steps between training records")
     eval_every: int = Field(100, ge=0, description="steps between evaluations; 0: only at the end")
-    eval_tokens: int = Field(32768, gt=0, description="validation tokens of an evaluation during training")
+    eval_tokens: int = Field(32768, gt=0, description="validation targets of an evaluation during training, about")
     final_eval_tokens: int | None = Field(
-        None, gt=0, description="validation tokens of the last evaluation; null: all of them"
+        None, gt=0, description="validation targets of the last evaluation, about; null: all of them"
     )
     sample_every: int = Field(0, ge=0, description="steps between samples; 0: only at the end")
-    sample_prompt: str = Field("", description="what a sample continues; empty: the start of a document")
+    sample_prompt: str = Field(
+        "",
+        description="what a sample continues, with data.packing: documents as the start of one; empty: the start of a "
+        "document",
+    )
     sample_tokens: int = Field(128, gt=0, description="most tokens in a sample; it ends at model.max_seq_len")
     sample_temperature: float = Field(0.7, ge=0, description="temperature of samples, with top-p 0.95; 0: greedy")
     checkpoint_every: int = Field(100, ge=0, description="steps between checkpoints; 0: only at the end")
@@ -82,6 +87,11 @@ class TrainConfig(Section):
             problems.append(
                 f"optim.warmup_steps must be less than train.steps, {self.train.steps}, "
                 f"but got {self.optim.warmup_steps}"
+            )
+        if self.data.packing == "documents" and self.model.head_size > LARGEST_HEAD:
+            problems.append(
+                f"model.head_dim must be at most {LARGEST_HEAD} with data.packing: documents but the head size is "
+                f"{self.model.head_size}. Set it or raise model.num_heads"
             )
         tokenizer = self.data.tokenizer
         if tokenizer.path is None and self.model.vocab_size not in (None, tokenizer.vocab_size):

@@ -2,19 +2,24 @@
 
 from dataclasses import asdict
 from pathlib import Path
+import textwrap
 
 from forge_mlx._text import count, size
 from forge_mlx.data.sources import list_files
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.models.gpt import GPT
 from forge_mlx.nn.parameters import named_arrays
+from forge_mlx.train.attention_path import describe_attention
+from forge_mlx.train.banner import describe_packing
 from forge_mlx.train.config import TrainConfig
-from forge_mlx.train.device import choose_placement
+from forge_mlx.train.device import Placement, choose_placement
 from forge_mlx.train.memory import estimate_memory
+import mlx.core as mx
 from rich.console import Console
 from rich.table import Table
 
 _INDENT = 15
+_WIDTH = 80
 
 
 def describe_run(config: TrainConfig, console: Console | None = None) -> None:
@@ -55,6 +60,8 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
     lines = {
         "device": placement.device.type.name,
         "dtype": f"{placement.dtype_name} ({placement.reason})",
+        "attention": _wrapped(_attention_text(config, placement)),
+        "packing": _wrapped(describe_packing(config.data.packing)),
         "parameters": f"{total:,} ({hidden:,} without embeddings)",
         "tokens a step": f"{most}{step_tokens:,} = {loop.batch_size} rows x {loop.seq_len} tokens x {passes}",
         "tokens in all": f"{most}{step_tokens * steps:,} in {steps:,} steps",
@@ -65,6 +72,17 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
     }
     for name, text in lines.items():
         console.print(f"{name + ':' if name else '':<{_INDENT}}{text}", soft_wrap=True, markup=False)
+
+
+def _attention_text(config: TrainConfig, placement: Placement) -> str:
+    device = placement.device
+    # As in the run, whose device is the default one.
+    with mx.stream(device):
+        return describe_attention(config.model, config.data.packing, config.train.seq_len, placement.dtype, device.type)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _WIDTH - _INDENT).replace("\n", "\n" + " " * _INDENT)
 
 
 def _shape_table(model: GPT) -> Table:

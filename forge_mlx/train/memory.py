@@ -12,10 +12,16 @@ from forge_mlx.train.device import DTYPES
 import mlx.core as mx
 
 # How many arrays of the MLP's width one layer keeps for its backward pass, by `model.mlp`; measured.
-_MLP_ARRAYS = {"swiglu": 5, "geglu": 6, "gelu": 4, "gelu_tanh": 5, "silu": 4, "relu2": 3}
+_MLP_ARRAYS = {"swiglu": 5, "geglu": 6, "gelu": 4, "gelu_tanh": 4, "silu": 4, "relu2": 3}
 
-# How many arrays of the size of a block's scores its backward pass holds at a time; measured.
-_BLOCK_ARRAYS = 5
+# Of attention through blocks of queries, measured: how many arrays of a block's scores its backward pass holds at a
+# time, and how many of the heads' width each layer keeps beside what any attention does, and the layer in hand takes.
+_BLOCK_ARRAYS = 2
+_LAYER_HEADS = 3
+_BACKWARD_HEADS = 11
+
+# How many arrays of the MLP's width the backward pass of the layer in hand takes; measured.
+_MLP_GRADIENTS = 2
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ def estimate_memory(
 
     The count of activations is one layer's inputs and outputs of every product, norm and activation. Plain causal
     attention of short rows keeps its probabilities ``[B, H, T, T]`` on a CPU; all other attention keeps none and
-    computes them again, on a CPU for a block of queries at a time.
+    computes them again, on a CPU for a block of queries at a time. The layer whose backward pass is in hand takes more.
 
     Args:
         model: the model's config, with its vocabulary size.
@@ -81,12 +87,14 @@ def estimate_memory(
     widths += _MLP_ARRAYS[model.mlp] * model.mlp_size
     if model.dropout:
         widths += 2 * model.hidden_size
-    probabilities, blocks = 0, 0
+    probabilities, blocks, in_hand = 0, 0, _MLP_GRADIENTS * model.mlp_size
     if device == mx.cpu and takes_mlx(model, packing, seq_len, DTYPES[dtype], device):
         probabilities = 2 * model.num_heads * seq_len
     elif device == mx.cpu:
         blocks = _BLOCK_ARRAYS * min(BLOCK_BYTES[mx.cpu], 4 * tokens * model.num_heads * seq_len)
-    activations = model.num_layers * tokens * (widths + probabilities) * size + blocks
+        widths += _LAYER_HEADS * heads
+        in_hand += _BACKWARD_HEADS * heads
+    activations = tokens * (model.num_layers * (widths + probabilities) + in_hand) * size + blocks
     vocabulary = model.vocab_size or 1
     chunk = chunk_rows(tokens, 4 * vocabulary, device)
     moments = 2 if optim.name == "adamw" else 1

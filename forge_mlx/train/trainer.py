@@ -72,6 +72,7 @@ class Trainer:
 
     Attributes:
         rows: the training text as rows.
+        valid_rows: the validation text as rows.
         step: updates done.
         tokens: target tokens seen.
         window: sums since the last training record; the loop starts a new one with each record.
@@ -87,7 +88,7 @@ class Trainer:
         # What only the first evaluation or sample would find out ends a run before it begins.
         self.rows = training_rows(data.train, loop.seq_len, config.data.packing)
         self.stream = BatchStream(self.rows, loop.batch_size, config.run.seed)
-        self._valid_rows = validation_rows(data.valid, loop.seq_len, config.data.packing)
+        self.valid_rows = validation_rows(data.valid, loop.seq_len, config.data.packing)
         self._prompt = self._checked_prompt()
         self.model = GPT(config.model, seed=config.run.seed)
         optimizer = build_optimizer(config.optim)
@@ -187,7 +188,7 @@ class Trainer:
         loop = self.config.train
         params = self.model.trainable_parameters()
         nats, tokens, num_bytes = 0.0, 0, 0
-        for batch in eval_batches(self._valid_rows, loop.batch_size, max_tokens):
+        for batch in eval_batches(self.valid_rows, loop.batch_size, max_tokens):
             nats += float(self.evaluate_batch(params, batch))
             tokens += batch.counted_targets().size
             num_bytes += self._num_bytes(batch)
@@ -200,6 +201,7 @@ class Trainer:
     @property
     def prompt_text(self) -> str:
         """What samples continue: the config's prompt, or what stands in for it."""
+        # The end token decodes to nothing.
         return self.data.tokenizer.decode(self._prompt)
 
     def sample(self) -> str:
@@ -226,7 +228,7 @@ class Trainer:
         try:
             remove_unfinished(self.folder.path)
             temporary.mkdir()
-            save_model(temporary, self.model, self.data.tokenizer)
+            save_model(temporary, self.model, self.data.tokenizer, texts_begin_with_end=self._end_first)
             install_folder(temporary, self.folder.final)
         except (OSError, RuntimeError) as error:
             raise TrainingStopped(f"the final model could not be written: {error}.") from error
@@ -235,20 +237,30 @@ class Trainer:
         """UTF-8 bytes of the targets that count."""
         return int(self.data.tokenizer.token_bytes[batch.counted_targets()].sum())
 
+    @property
+    def _end_first(self) -> bool:
+        """Whether every text of training begins behind an end token."""
+        return self.config.data.packing == "documents"
+
     def _checked_prompt(self) -> list[int]:
-        """The sample's prompt as tokens."""
+        """What a sample continues, as tokens."""
         tokenizer, limit = self.data.tokenizer, self.config.model.max_seq_len
+        first = [tokenizer.end_id] if self._end_first else []
         prompt = tokenizer.encode(self.config.train.sample_prompt)
-        if len(prompt) >= limit:
+        if prompt and len(first) + len(prompt) >= limit:
             raise ValueError(
-                f"train.sample_prompt must be shorter than model.max_seq_len, {limit} tokens, but has {len(prompt)}. "
-                "Shorten it."
+                f"train.sample_prompt must be shorter than model.max_seq_len, {limit} tokens, but has "
+                f"{len(first) + len(prompt)}{' with the end token before it' if first else ''}. Shorten it."
             )
         if prompt:
-            return prompt
+            return first + prompt
         if self.data.facts.train_documents >= _DOCUMENTS_TO_LEARN_STARTS:
             return [tokenizer.end_id]
-        return [int(token) for token in self.data.valid.tokens[: min(_BORROWED_TOKENS, limit - 1)]]
+        room = max(0, limit - 1 - len(first))
+        borrowed = [int(token) for token in self.data.valid.tokens[: min(_BORROWED_TOKENS, room)]]
+        if first and tokenizer.end_id in borrowed:
+            borrowed = borrowed[: borrowed.index(tokenizer.end_id)]
+        return first + borrowed
 
 
 def _bits_per_byte(nats: float, num_bytes: int) -> float:

@@ -20,7 +20,7 @@ def _rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.
 
 
 class Attention(nn.Module):
-    """Causal self-attention with PyTorch's fused op; submodules are named as in forge_mlx."""
+    """Causal self-attention with PyTorch's fused op where that can do it; submodules are named as in forge_mlx."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -35,6 +35,8 @@ class Attention(nn.Module):
                 nn.RMSNorm(config.head_size, eps=config.norm_eps, elementwise_affine=config.norm_weight)
                 for _ in range(2)
             )
+        if config.attention_sinks:
+            self.sinks = nn.Parameter(torch.zeros(config.num_heads))
 
     def forward(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """Map `[B, T, C]` to `[B, T, C]`."""
@@ -46,8 +48,27 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = _rotate(q, *rotation), _rotate(k, *rotation)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = self._attend(q, k, v)
         return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        window, cap = self.config.sliding_window, self.config.attention_softcap
+        if window is None and cap is None and not self.config.attention_sinks:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        scores = q @ k.transpose(-1, -2) * self.config.head_size**-0.5
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        length = q.shape[2]
+        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        if window is not None:
+            seen = seen.triu(1 - window)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if self.config.attention_sinks:
+            sinks = self.sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+            return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1] @ v
+        return scores.softmax(-1) @ v
 
 
 class MLP(nn.Module):

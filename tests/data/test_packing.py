@@ -170,8 +170,10 @@ def test_every_validation_token_counts_once(tmp_path, name, batch_size):
 
 def test_limited_validation_takes_rows_of_long_and_of_short_documents(tmp_path):
     rows = validation_rows(document_file(tmp_path, [8, 7, 6, 5] * 5), SEQ_LEN, "documents")
-    batches = list(eval_batches(rows, 1, max_tokens=32))
+    # 130 targets in 20 rows.
+    batches = list(eval_batches(rows, 1, max_tokens=26))
     assert [batch.counted_targets().size for batch in batches] == [8, 7, 6, 5]
+    assert len(list(eval_batches(rows, 1, max_tokens=129))) == 20
 
 
 def test_other_end_tokens_than_documents_are_refused(tmp_path):

@@ -3,7 +3,7 @@ import resource
 import shutil
 
 from forge_mlx.data.tokenizer import Tokenizer
-from forge_mlx.hub.native import ModelFolderError, load_model, load_weights, save_model
+from forge_mlx.hub.native import ModelFolderError, begins_with_end, load_model, load_weights, save_model
 from forge_mlx.models.gpt import GPT, GPTConfig
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -144,3 +144,19 @@ def test_weights_alone_go_into_a_model(folder, tmp_path):
     expected, _ = load_model(folder)
     for (name, a), (_, b) in zip(tree_flatten(model.parameters()), tree_flatten(expected.parameters()), strict=True):
         np.testing.assert_array_equal(np.array(a), np.array(b), err_msg=name)
+
+
+def test_a_folder_says_whether_texts_begin_with_the_end_token(folder, tmp_path, tokenizer):
+    # As before there was such a key.
+    assert not begins_with_end(folder)
+    assert "texts_begin_with_end" not in (folder / "config.json").read_text()
+    save_model(tmp_path, GPT(CONFIGS["gpt2"]), tokenizer, texts_begin_with_end=True)
+    assert begins_with_end(tmp_path)
+    assert load_model(tmp_path)[0].config == CONFIGS["gpt2"]
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"texts_begin_with_end": 1}))
+    for function in (load_model, begins_with_end):
+        with pytest.raises(
+            ModelFolderError, match=r"config\.json: texts_begin_with_end must be true or false but got 1"
+        ):
+            function(folder)

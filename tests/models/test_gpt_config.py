@@ -47,8 +47,11 @@ def test_every_field_has_a_help_text():
         ({"num_heads": 0}, "num_heads"),
         ({"num_kv_heads": 0}, "num_kv_heads"),
         ({"head_dim": 0}, "head_dim"),
-        ({"head_dim": 264}, "head_dim must be at most 256, as attention takes it, but the head size is 264"),
-        ({"hidden_size": 600, "num_heads": 2}, "head_dim must be at most 256, .* but the head size is 300"),
+        ({"head_dim": 264, "sliding_window": 9}, "head_dim must be at most 256 with sliding_window but .* is 264"),
+        (
+            {"hidden_size": 600, "num_heads": 2, "attention_softcap": 9.0, "attention_sinks": True},
+            "head_dim must be at most 256 with attention_softcap and attention_sinks but the head size is 300",
+        ),
         ({"sliding_window": 0}, "sliding_window"),
         ({"attention_softcap": 0.0}, "attention_softcap"),
         ({"attention_sinks": 1}, "attention_sinks"),
@@ -74,6 +77,10 @@ def test_every_field_has_a_help_text():
 def test_refused(settings, message):
     with pytest.raises(ValidationError, match=message):
         GPTConfig(**settings)
+
+
+def test_plain_attention_takes_large_heads():
+    assert GPTConfig(hidden_size=600, num_heads=2).head_size == 300
 
 
 def test_odd_head_size_is_fine_without_rotation():

@@ -161,3 +161,24 @@ def test_documents_that_do_not_fit_are_named(name):
     for wrong, what in ((mx.zeros((1, 4), mx.int32), r"\(1, 4\)"), (mx.zeros((1, 3)), "float32")):
         with pytest.raises(ValueError, match=rf"\[GPT\] {name} must be integers of the shape of tokens, .*{what}"):
             model(tokens, **{name: wrong})
+
+
+def test_learned_positions_are_those_given_however_long_the_row():
+    model = build("learned-positions")
+    document = np.arange(LENGTH)
+    tokens, ids, places = (mx.array(np.tile(each, 2)[None]) for each in (document, 0 * document, document))
+    ids = mx.where(mx.arange(2 * LENGTH) < LENGTH, ids, 1)
+    got = np.array(model(tokens, segment_ids=ids, positions=places))[0]
+    alone = np.array(model(mx.array(document[None])))[0]
+    for half in (got[:LENGTH], got[LENGTH:]):
+        assert np.abs(half - alone).max() <= 1e-5 * np.abs(alone).max()
+
+
+def test_what_is_no_array_is_named():
+    model = build("learned-positions")
+    tokens = np.zeros((1, 3), np.int32)
+    with pytest.raises(ValueError, match=r"\[GPT\] tokens must be an mx.array but got numpy.ndarray\. Convert it"):
+        model(tokens)
+    for name in ("segment_ids", "positions"):
+        with pytest.raises(ValueError, match=rf"\[GPT\] {name} must be an mx.array but got numpy.ndarray\. Convert it"):
+            model(mx.array(tokens), **{name: tokens})

@@ -95,9 +95,10 @@ def test_a_cache_keeps_window_softcap_and_sinks(chunks):
 
 def test_documents_and_a_cache_are_refused_together():
     attention, x, ids = module(), some_x(), mx.zeros((2, 9), mx.int32)
-    for documents in ({"segment_ids": ids}, {"positions": ids}):
-        with pytest.raises(ValueError, match=r"\[Attention\] segment_ids and positions must be left out with a cache"):
-            attention(x, KVCache(), **documents)
+    for names in (("segment_ids",), ("positions",), ("segment_ids", "positions")):
+        message = rf"\[Attention\] {' and '.join(names)} must be left out with a cache, which holds one text a row\."
+        with pytest.raises(ValueError, match=message):
+            attention(x, KVCache(), **dict.fromkeys(names, ids))
 
 
 def test_sinks_are_parameters_that_start_at_0():
@@ -133,3 +134,47 @@ def test_a_document_stays_the_same_to_the_bit_on_the_emulator(variant, monkeypat
         found.append((np.array(out), np.array(dx[:, here])))
     for one, two in zip(*found, strict=True):
         assert np.array_equal(one, two)
+
+
+@pytest.mark.parametrize("head_dim", [257, 264])
+def test_plain_attention_takes_heads_of_any_size(head_dim):
+    """Against the formula in float64; and the same through a cache."""
+    attention, x = module(head_dim, rope_base=None), some_x()
+    p = {name: np.array(value).astype(np.float64) for name, value in tree_flatten(attention.parameters())}
+
+    def heads(name):
+        return torch.tensor((np.array(x) @ p[f"{name}_proj.weight"].T).reshape(2, 9, -1, head_dim).swapaxes(1, 2))
+
+    out = oracle(*map(heads, "qkv"), head_dim**-0.5).numpy()
+    want = out.swapaxes(1, 2).reshape(2, 9, -1) @ p["o_proj.weight"].T
+    cache = KVCache()
+    parts = [attention(x[:, a:b], cache) for a, b in ((0, 4), (4, 5), (5, 9))]
+    for got in (attention(x), mx.concatenate(parts, axis=1)):
+        assert np.abs(np.array(got) - want).max() <= 1e-5 * np.abs(want).max()
+
+
+WRONG = {
+    "head_dim=0": ({"head_dim": 0}, "head_dim must be a whole number of 1 or more but got 0"),
+    "num_heads=0": ({"num_heads": 0}, "num_heads must be a whole number of 1 or more but got 0"),
+    "kv-heads": ({"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, 3, but got 4"),
+    "window": ({"window": 0}, "window must be a whole number of 1 or more but got 0"),
+    "softcap": ({"softcap": 0.0}, "softcap must be a number greater than 0 but got 0.0"),
+    "large-window": ({"head_dim": 264, "window": 3}, "head_dim must be at most 256 with window but got 264"),
+    "large-sinks": (
+        {"head_dim": 257, "sinks": True, "softcap": 1.0},
+        "head_dim must be at most 256 with softcap and sinks but got 257",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options_are_named_as_it_is_built(name):
+    changes, message = WRONG[name]
+    with pytest.raises(ValueError, match=rf"^\[Attention\] {message}"):
+        Attention(16, **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, **changes})
+
+
+def test_wrong_documents_are_named():
+    ids = mx.zeros((2, 9), mx.int32)
+    with pytest.raises(ValueError, match=r"\[Attention\] head_dim must be at most 256 with segment_ids but got 264"):
+        module(264)(some_x(), segment_ids=ids)

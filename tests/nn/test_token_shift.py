@@ -57,3 +57,15 @@ def test_no_share_goes_over_the_start_of_a_document(shift):
 def test_documents_and_a_call_before_are_refused_together(shift):
     with pytest.raises(ValueError, match=r"\[TokenShift\] segment_ids must be left out with the last position"):
         shift(mx.zeros((1, 2, 5)), LastToken(), segment_ids=mx.zeros((1, 2), mx.int32))
+
+
+def test_wrong_documents_are_named(shift):
+    for ids, message in (
+        (
+            mx.zeros((1, 3), mx.int32),
+            r"segment_ids must have the shape \(1, 2\), an id for each position, but got \(1, 3\)",
+        ),
+        (mx.zeros((1, 2)), "segment_ids must be integers but got float32"),
+    ):
+        with pytest.raises(ValueError, match=rf"\[TokenShift\] {message}"):
+            shift(mx.zeros((1, 2, 5)), segment_ids=ids)

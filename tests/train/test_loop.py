@@ -369,7 +369,7 @@ def test_full_disk_while_logging_is_told_with_what_is_kept(
 
 
 def test_full_disk_while_writing_the_final_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_arguments: object) -> None:
+    def full(*_arguments: object, **_options: object) -> None:
         raise RuntimeError("[write] Unable to write 1000 bytes to file.")
 
     monkeypatch.setattr("forge_mlx.train.trainer.save_model", full)

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from forge_mlx.data.prepare import prepare
+from forge_mlx.hub.native import begins_with_end
 from forge_mlx.nn.parameters import named_arrays
 from forge_mlx.train.banner import log_model
 from forge_mlx.train.checkpoint import load_checkpoint
@@ -79,7 +80,8 @@ def test_a_run_says_and_logs_how_full_its_rows_are(finished: tuple[Path, list[st
     for part in (
         r"^attention: causal, documents, a window of 5, sinks: blocks of queries in plain MLX operations, engine ref",
         r"^packing: documents \(whole documents in a row.*none sees another\)$",
-        rf"^rows: 72 documents in {rows.num_rows} rows; [1-9]\d* documents longer than a row, cut into \d+ pieces",
+        rf"^rows: the training text's 72 documents in {rows.num_rows} rows; [1-9]\d* documents longer than a row, cut "
+        r"into \d+ pieces, each a text of its own; of the validation text's 18 documents [1-9]\d* cut$",
         rf"^training: 9 steps of about {round(64 * fill)} tokens \(2 rows x 16 x 2 passes, {fill:.2%} of them targets",
     ):
         assert re.search(part, text, re.MULTILINE), part
@@ -94,7 +96,9 @@ def test_rows_without_cut_documents_say_so(tmp_path: Path) -> None:
     lines: list[str] = []
     changes = {"train__seq_len": 256, "model__max_seq_len": 256, "train__batch_size": 1}
     log_model(_trainer(_config(tmp_path, **changes)), lines.append)
-    assert any(re.fullmatch(r"rows: 72 documents in \d rows, each document whole", line) for line in lines)
+    assert any(
+        re.fullmatch(r"rows: the training text's 72 documents in \d rows, each document whole", line) for line in lines
+    )
 
 
 def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(tmp_path: Path) -> None:
@@ -161,6 +165,8 @@ def test_a_dry_run_says_that_padding_is_not_counted_out(tmp_path: Path, capsys: 
     assert re.search(r"^tokens a step: at most 64 = 2 rows x 16 tokens x 2 passes$", out, re.MULTILINE)
     assert re.search(r"^tokens in all: at most 576 in 9 steps$", out, re.MULTILINE)
     assert re.search(r"^FLOPs: +at most ", out, re.MULTILINE)
+    assert re.search(r"^attention: +causal, documents: blocks of queries in plain", out, re.MULTILINE)
+    assert re.search(r"^packing: +documents \(whole documents in a row", out, re.MULTILINE)
 
 
 def test_both_packings_read_the_same_token_files(tmp_path: Path) -> None:
@@ -169,3 +175,47 @@ def test_both_packings_read_the_same_token_files(tmp_path: Path) -> None:
     files = [prepare(_config(tmp_path, data__packing=each).data, log=log) for each in ("concat", "documents")]
     assert files[0].train.path == files[1].train.path
     assert files[1].facts.from_cache
+
+
+def test_samples_begin_as_documents_do(finished: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """With the end token, also where the start of the validation text stands in for a prompt: of one document alone."""
+    trainer = _trainer(_config(tmp_path))
+    end, text = trainer.data.tokenizer.end_id, trainer.data.valid.tokens
+    first = text[: text.tolist().index(end)].tolist()
+    assert trainer._prompt == [end, *first[:16]]
+    assert trainer.prompt_text == trainer.data.tokenizer.decode(first[:16])
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"text": "to"}\n{"text": "be"}\n', encoding="utf-8")
+    of_two = _trainer(_config(tmp_path, data__valid_paths=[str(short)]))
+    assert of_two._prompt == [end, *of_two.data.tokenizer.encode("to")]
+    asked = _trainer(_config(tmp_path, train__sample_prompt="to be"))
+    assert asked._prompt == [end, *asked.data.tokenizer.encode("to be")]
+    with pytest.raises(
+        ValueError, match=r"must be shorter than model\.max_seq_len, 32 tokens, but has \d+ with the end"
+    ):
+        _trainer(_config(tmp_path, train__sample_prompt="zzzz " * 20))
+    assert begins_with_end(finished[0] / "run/final")
+
+
+def _half_full(folder: Path, **changes: Any) -> TrainConfig:
+    """A run whose rows hold one document each, which fills more than a half."""
+    source = folder / "half.jsonl"
+    draw = random.Random(1)
+    texts = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=23)) for _ in range(80)]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return _config(folder, data__source=[str(source)], train__seq_len=32, data__valid_fraction=0.5, **changes)
+
+
+def test_evaluations_have_as_many_targets_as_asked_for(tmp_path: Path) -> None:
+    trainer = _trainer(_half_full(tmp_path))
+    total = trainer.data.valid.num_tokens
+    assert trainer.valid_rows.num_targets < 0.8 * 32 * trainer.valid_rows.num_rows
+    assert abs(trainer.evaluate(total // 2)["tokens"] - total / 2) <= 40
+    assert trainer.evaluate(total)["tokens"] == trainer.evaluate(10**6)["tokens"] == total
+
+
+def test_rows_that_are_not_full_get_advice(finished: tuple[Path, list[str]], tmp_path: Path) -> None:
+    assert not any("raise train.seq_len" in line for line in finished[1])
+    lines: list[str] = []
+    log_model(_trainer(_half_full(tmp_path)), lines.append)
+    assert any(re.match(r"rows are only [678]\d % full: .* raise train\.seq_len", line) for line in lines), lines

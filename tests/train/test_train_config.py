@@ -228,6 +228,14 @@ def test_impossible_combinations_are_all_listed_at_their_lines():
     assert load("data.tokenizer.path=t.model", num_layers="vocab_size: 300").model.vocab_size == 300
 
 
+def test_large_heads_and_packed_documents_are_refused_together():
+    assert error("data.packing=documents", num_layers="head_dim: 264") == (
+        "c.yaml:6: model.head_dim must be at most 256 with data.packing: documents but the head size is 264. "
+        "Set it or raise model.num_heads."
+    )
+    assert load(num_layers="head_dim: 264").model.head_size == 264
+
+
 def test_a_combination_inside_a_section_names_the_section_and_the_line():
     assert error(num_layers="hidden_size: 64\nnum_heads: 3") == (
         "c.yaml:6: model: hidden_size must be a multiple of num_heads, 3, but got 64. "
