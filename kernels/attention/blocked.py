@@ -14,7 +14,7 @@ from forge_mlx.kernels.attention import reference
 from forge_mlx.kernels.attention.options import Options
 import mlx.core as mx
 
-BLOCK_BYTES: Final = {mx.cpu: 2 * 2**20, mx.gpu: 32 * 2**20}
+BLOCK_BYTES: Final = {mx.cpu: 2 * 2**20, mx.gpu: 256 * 2**20}
 """By device, the bytes that the scores of a block take at most if it has more than the fewest rows."""
 FEWEST_ROWS: Final = 16
 MOST_ROWS: Final = 512
