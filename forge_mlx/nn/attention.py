@@ -15,6 +15,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 
+def padded_head(head_dim: int) -> int:
+    """The head size with which `Attention` calls `flash_attention`: the next multiple of 8.
+
+    Args:
+        head_dim: Size of a head.
+    """
+    return head_dim + -head_dim % 8
+
+
 class Attention(nn.Module):
     """o(attention(rope(norm(q(x))), rope(norm(k(x))), v(x))), causal.
 
@@ -125,7 +134,7 @@ class Attention(nn.Module):
     def _attend(self, q: mx.array, k: mx.array, v: mx.array, segment_ids: mx.array | None) -> mx.array:
         if self.head_dim > LARGEST_HEAD:
             return plain_attention(q, k, v, scale=self.scale, causal=True)
-        missing = -self.head_dim % 8
+        missing = padded_head(self.head_dim) - self.head_dim
         if missing:
             q, k, v = (mx.pad(each, [(0, 0), (0, 0), (0, 0), (0, missing)]) for each in (q, k, v))
         out = flash_attention(

@@ -2,9 +2,10 @@
 
 from forge_mlx.data.stream import Packing
 from forge_mlx.kernels.attention.options import LARGEST_HEAD
-from forge_mlx.kernels.attention.plain import MLX_HEADS, is_better
+from forge_mlx.kernels.attention.plain import is_better, reason_for_mlx
 from forge_mlx.metal.engine import resolve
 from forge_mlx.models.gpt import GPTConfig
+from forge_mlx.nn.attention import padded_head
 import mlx.core as mx
 
 
@@ -27,10 +28,10 @@ def takes_mlx(model: GPTConfig, packing: Packing, seq_len: int, dtype: mx.Dtype,
 def describe_attention(model: GPTConfig, packing: Packing, seq_len: int, dtype: mx.Dtype, device: mx.DeviceType) -> str:
     """What attention does, the path that `flash_attention` takes for it, and why."""
     plain = takes_mlx(model, packing, seq_len, dtype, device)
-    prefer = "MLX's own op does it with a backward pass of its own" if plain and model.head_size in MLX_HEADS else None
     if model.head_size > LARGEST_HEAD:
         return f"causal: mx.fast.scaled_dot_product_attention, as no kernel takes heads of {model.head_size}"
-    engine = resolve("flash_attention", prefer_mlx=prefer)
+    size = padded_head(model.head_size)
+    engine = resolve("flash_attention", prefer_mlx=reason_for_mlx(size, size) if plain else None)
     path = "mx.fast.scaled_dot_product_attention" if plain else "blocks of queries in plain MLX operations"
     if engine.name != "reference":
         path = "the kernels of flash_attention"

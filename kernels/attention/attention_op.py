@@ -104,7 +104,7 @@ def _probabilities(s: mx.array, seen: mx.array, lse: mx.array, sinks: mx.array |
     p = reference.probabilities(s, seen, lse)
     total = reference.row_sum(p)
     if sinks is not None:
-        total = total + mx.exp(sinks[..., None] - mx.where(lse == -mx.inf, 0.0, lse))
+        total = total + reference.sink_share(sinks, lse)
     return p / mx.where(total == 0, 1.0, total)[..., None]
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Final
 
 from forge_mlx.kernels._common.checks import given
 from forge_mlx.kernels._common.differentiable import differentiable
@@ -18,11 +17,9 @@ from forge_mlx.kernels.attention.options import (
     check_sinks,
     check_variant,
 )
-from forge_mlx.kernels.attention.plain import MLX_HEADS, is_better, plain_attention
+from forge_mlx.kernels.attention.plain import is_better, plain_attention, reason_for_mlx
 from forge_mlx.metal.engine import Engine, EngineName, resolve
 import mlx.core as mx
-
-_PREFER_MLX: Final = "MLX's own op does plain attention with a backward pass of its own; impl= asks for the kernels"
 
 
 def flash_attention(
@@ -117,8 +114,8 @@ def flash_attention(
     chosen = check_variant(op, variant)
     is_plain = options.is_plain and q_segments is None and sinks is None and not return_lse
     is_plain = is_plain and q.shape[2] <= k.shape[2] and is_better(q.shape[2], q.dtype, mx.default_device().type)
-    mlx_has_it = is_plain and q.shape[3] == v.shape[3] and q.shape[3] in MLX_HEADS
-    engine = resolve(op, impl, prefer_mlx=_PREFER_MLX if mlx_has_it and chosen is None else None)
+    prefer_mlx = reason_for_mlx(q.shape[3], v.shape[3]) if is_plain and chosen is None else None
+    engine = resolve(op, impl, prefer_mlx=prefer_mlx)
     check_engine_has_variant(op, variant, engine)
     if 0 in q.shape or 0 in k.shape:
         out, lse = _nothing_to_see(q, v, sinks)

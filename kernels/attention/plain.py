@@ -7,6 +7,7 @@ import mlx.core as mx
 MLX_HEADS: Final = (64, 72, 80, 96, 128)
 """Head sizes for which MLX 0.32.4 has Metal kernels."""
 
+_PREFER_MLX: Final = "MLX's own op does plain attention with a backward pass of its own; impl= asks for the kernels"
 _FEW_QUERIES: Final = 128
 
 
@@ -22,6 +23,16 @@ def is_better(queries: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
         device: Where they are.
     """
     return device == mx.gpu or (queries < _FEW_QUERIES and dtype == mx.float32)
+
+
+def reason_for_mlx(head_dim: int, v_head_dim: int) -> str | None:
+    """Why automatic takes MLX's op for plain attention where our kernels could run too; None where it does not.
+
+    Args:
+        head_dim: Size of the heads of q and k.
+        v_head_dim: Size of the heads of v.
+    """
+    return _PREFER_MLX if head_dim == v_head_dim and head_dim in MLX_HEADS else None
 
 
 def plain_attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool) -> mx.array:

@@ -277,9 +277,18 @@ def sink_gradient(sinks: mx.array, lse: mx.array, delta: mx.array) -> mx.array:
         lse: float32 `[B, H, T]`.
         delta: As from `row_delta`.
     """
+    return -row_sum(sink_share(sinks, lse) * delta)
+
+
+def sink_share(sinks: mx.array, lse: mx.array) -> mx.array:
+    """e^(sink - lse), what a row's probabilities lack to 1, `[B, H, T]` in float32.
+
+    Args:
+        sinks: float32 `[B, H]`.
+        lse: float32 `[B, H, T]`.
+    """
     # A sink of -inf, alone, has the share 0: -inf - -inf would be NaN.
-    lse = mx.where(lse == -math.inf, 0.0, lse)
-    return -row_sum(_exp(sinks[..., None] - lse) * delta)
+    return _exp(sinks[..., None] - mx.where(lse == -math.inf, 0.0, lse))
 
 
 def _exp(x: mx.array) -> mx.array:
