@@ -50,13 +50,13 @@ def differentiable(
 
     @function.vjp
     def vjp(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
-        primals, cotangents, outputs = _tuple(primals), _tuple(cotangents), _tuple(outputs)
+        primals, cotangents, outputs = as_tuple(primals), as_tuple(cotangents), as_tuple(outputs)
         found = gradient(*primals, *(outputs[index] for index in saved), *cotangents)
         return _with_zeros(found, primals, constants)
 
     @function.vmap
     def rule(inputs: Arrays, axes: Axes) -> tuple[Arrays, Axes]:
-        return vmap(call, _tuple(inputs), _tuple(axes))
+        return vmap(call, as_tuple(inputs), as_tuple(axes))
 
     def call(*inputs: mx.array) -> Arrays:
         return cast(Arrays, function(*_held(inputs, constants)))
@@ -73,7 +73,7 @@ def _gradient(backward: Function, formula: Function, constants: Collection[int],
 
     @gradient.vjp
     def vjp(primals: Arrays, cotangents: Arrays, _outputs: Arrays) -> Arrays:
-        primals, cotangents = _tuple(primals), _tuple(cotangents)
+        primals, cotangents = as_tuple(primals), as_tuple(cotangents)
 
         def of_variables(*variables: mx.array) -> Arrays:
             rest = iter(variables)
@@ -87,7 +87,7 @@ def _gradient(backward: Function, formula: Function, constants: Collection[int],
 
     @gradient.vmap
     def rule(inputs: Arrays, axes: Axes) -> tuple[Arrays, Axes]:
-        return vmap(call, _tuple(inputs), _tuple(axes))
+        return vmap(call, as_tuple(inputs), as_tuple(axes))
 
     def call(*inputs: mx.array) -> Arrays:
         return cast(Arrays, gradient(*_held(inputs, constants)))
@@ -95,8 +95,12 @@ def _gradient(backward: Function, formula: Function, constants: Collection[int],
     return call
 
 
-def _tuple(given: tuple[Item, ...] | Item) -> tuple[Item, ...]:
-    """MLX hands over a single one as itself, several as a tuple or a list."""
+def as_tuple(given: tuple[Item, ...] | Item) -> tuple[Item, ...]:
+    """What MLX hands to a rule of a custom function: a single one comes as itself, several as a tuple or a list.
+
+    Args:
+        given: Arrays, axes or cotangents.
+    """
     return tuple(given) if isinstance(given, (tuple, list)) else (given,)
 
 

@@ -2,7 +2,7 @@
 
 from typing import NoReturn, cast
 
-from forge_mlx.kernels._common.differentiable import VmapRule
+from forge_mlx.kernels._common.differentiable import VmapRule, as_tuple
 from forge_mlx.kernels._common.folding import Arrays, Axes, Function
 import mlx.core as mx
 
@@ -30,7 +30,7 @@ def without_gradient(function: Function, vmap: VmapRule, message: str) -> Functi
 
     @refusing.vmap
     def rule(inputs: Arrays, axes: Axes) -> tuple[Arrays, Axes]:
-        return vmap(call, tuple(inputs), tuple(axes))
+        return vmap(call, as_tuple(inputs), as_tuple(axes))
 
     def call(*inputs: mx.array) -> Arrays:
         return cast(Arrays, refusing(*inputs))

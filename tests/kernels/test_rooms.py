@@ -14,20 +14,23 @@ OPS = {
     "attention": ["attention", "flash_attention", "flash_attention_backward"],
     "activations": ["geglu", "gelu", "relu2", "sigmoid", "silu", "softcap", "swiglu"],
     "cross_entropy": ["cross_entropy"],
+    "dispatch": ["moe_combine", "moe_dispatch", "row_scale", "row_scale_accumulate"],
     "elementwise": ["accumulate", "add", "add_bias", "axpy", "mul", "scale"],
     "embedding": ["embedding"],
     "linear_cross_entropy": ["linear_cross_entropy"],
     "matmul": ["matmul"],
     "norms": ["add_rms_norm", "layer_norm", "rms_norm"],
     "optimizer": ["adamw_step"],
+    "quantize": ["dequantize", "fake_quant", "quantize"],
     "reductions": ["sum", "sum_squares"],
     "rope": ["rope"],
+    "routing": ["expert_counts", "topk_renorm"],
     "softmax": ["softmax"],
 }
 # Exports that compute nothing.
-QUESTIONS = ["flash_supported"]
+QUESTIONS = ["DispatchPlan", "flash_supported"]
 # Plain MLX operations on every engine.
-WITHOUT_KERNELS = ["attention"]
+WITHOUT_KERNELS = ["attention", "dequantize"]
 # Ops in the order of OPS.md with their arguments; `impl` is every op's last.
 SIGNATURES = {
     "accumulate": "dst, src",
@@ -41,7 +44,10 @@ SIGNATURES = {
     "axpy": "dst, src, s",
     "cross_entropy": "logits, targets, *, ignore_index=-100, label_smoothing=0.0, softcap=None, z_loss=0.0, "
     "weights=None, reduction='mean'",
+    "dequantize": "codes, scales, biases=None, *, mode, bits=None, group_size=None, granularity=None, dtype",
     "embedding": "weight, ids",
+    "expert_counts": "indices, num_experts",
+    "fake_quant": "w, mode, *, bits=None, group_size=None, granularity=None, ste='identity'",
     "flash_attention": "q, k, v, *, scale=None, causal=True, window=None, softcap=None, segment_ids=None, sinks=None, "
     "return_lse=False, variant='auto'",
     "flash_attention_backward": "q, k, v, out, dout, *, lse=None, row_max=None, row_sum=None, scale=None, causal=True, "
@@ -52,10 +58,15 @@ SIGNATURES = {
     "linear_cross_entropy": "hidden, weight, targets, *, bias=None, ignore_index=-100, label_smoothing=0.0, "
     "softcap=None, z_loss=0.0, weights=None, reduction='mean', chunk=None",
     "matmul": "a, b, *, transpose_a=False, transpose_b=False, accumulate=None, variant='auto'",
+    "moe_combine": "y, gates, plan",
+    "moe_dispatch": "x, indices",
     "mul": "x, y",
+    "quantize": "w, mode, *, bits=None, group_size=None, granularity=None",
     "relu2": "x",
     "rms_norm": "x, w=None, eps=1e-05",
     "rope": "x, freqs=None, *, dims=None, base=10000.0, scale=1.0, offset=0, positions=None, traditional=False",
+    "row_scale": "x, gates, e",
+    "row_scale_accumulate": "dst, x, gates, e",
     "scale": "x, s",
     "sigmoid": "x",
     "silu": "x",
@@ -64,6 +75,7 @@ SIGNATURES = {
     "sum": "x, mul=1.0",
     "sum_squares": "x",
     "swiglu": "gate, up",
+    "topk_renorm": "p, k, bias=None, normalize=True, eps=1e-20",
 }
 
 

@@ -12,6 +12,10 @@ import pytest
 X, W, IDS = mx.ones((2, 4)), mx.ones((4,)), mx.array([1, 2])
 HEADS = mx.ones((1, 1, 2, 4))
 QUERIES, ROWS = mx.ones((1, 1, 2, 8)), mx.ones((1, 1, 2))
+CHOSEN = mx.array([[1, 0], [1, 3]])
+_, PLAN = kernels.moe_dispatch(X, CHOSEN)
+WEIGHT = mx.ones((2, 64))
+CODES = kernels.quantize(WEIGHT, "affine")
 SEEN = {"segment_ids": IDS[None], "sinks": mx.ones((1,))}
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 
@@ -25,7 +29,14 @@ OPS = {
     "attention": ({"q": QUERIES, "k": QUERIES, "v": QUERIES}, SEEN, {}),
     "axpy": ({"dst": X, "src": X}, {}, {"s": 0.5}),
     "cross_entropy": ({"logits": X, "targets": IDS}, {"weights": mx.ones((2,))}, {}),
+    "dequantize": (
+        dict(zip(("codes", "scales", "biases"), CODES, strict=True)),
+        {},
+        {"mode": "affine", "dtype": mx.float32},
+    ),
     "embedding": ({"weight": X, "ids": IDS}, {}, {}),
+    "expert_counts": ({"indices": IDS}, {}, {"num_experts": 4}),
+    "fake_quant": ({"w": WEIGHT}, {}, {"mode": "affine"}),
     "flash_attention": ({"q": QUERIES, "k": QUERIES, "v": QUERIES}, SEEN, {}),
     "flash_attention_backward": (
         {"q": QUERIES, "k": QUERIES, "v": QUERIES, "out": QUERIES, "dout": QUERIES},
@@ -37,10 +48,15 @@ OPS = {
     "layer_norm": ({"x": X}, {"w": W, "b": W}, {}),
     "linear_cross_entropy": ({"hidden": X, "weight": X, "targets": IDS}, {"bias": mx.ones((2,)), "weights": IDS}, {}),
     "matmul": ({"a": X, "b": X.T}, {"accumulate": X[:, :2]}, {}),
+    "moe_combine": ({"y": mx.ones((4, 4)), "gates": X}, {}, {"plan": PLAN}),
+    "moe_dispatch": ({"x": X, "indices": CHOSEN}, {}, {}),
     "mul": ({"x": X, "y": X}, {}, {}),
+    "quantize": ({"w": WEIGHT}, {}, {"mode": "affine"}),
     "relu2": ({"x": X}, {}, {}),
     "rms_norm": ({"x": X}, {"w": W}, {}),
     "rope": ({"x": HEADS}, {"freqs": mx.ones((2,)), "positions": IDS[None]}, {}),
+    "row_scale": ({"x": X, "gates": X}, {}, {"e": 1}),
+    "row_scale_accumulate": ({"dst": X, "x": X, "gates": X}, {}, {"e": 1}),
     "scale": ({"x": X}, {}, {"s": 0.5}),
     "sigmoid": ({"x": X}, {}, {}),
     "silu": ({"x": X}, {}, {}),
@@ -49,6 +65,7 @@ OPS = {
     "sum": ({"x": X}, {}, {}),
     "sum_squares": ({"x": X}, {}, {}),
     "swiglu": ({"gate": X, "up": X}, {}, {}),
+    "topk_renorm": ({"p": X}, {"bias": W}, {"k": 2}),
 }
 WRONG = {
     "numpy": lambda array: np.array(array),
@@ -67,7 +84,7 @@ CASES = [
 
 
 def test_every_op_and_every_array_is_here():
-    assert sorted([*OPS, "flash_supported"]) == sorted(kernels.__all__)
+    assert sorted([*OPS, "DispatchPlan", "flash_supported"]) == sorted(kernels.__all__)
     for op, (needed, optional, _) in OPS.items():
         hints = inspect.get_annotations(getattr(kernels, op), eval_str=True)
         arrays = {name for name, hint in hints.items() if name != "return" and "array" in str(hint)}
