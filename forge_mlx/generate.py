@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+import json
 from pathlib import Path
 import sys
 
@@ -9,14 +10,23 @@ from forge_mlx._console import print_what_fits
 from forge_mlx.data.tokenizer import StreamDecoder, Tokenizer
 from forge_mlx.hub.native import ModelFolderError, begins_with_end, load_model, load_weights
 from forge_mlx.models.gpt import GPT
+from forge_mlx.models.qat import fake_quant_enabled
+from forge_mlx.models.registry import build_model
 from forge_mlx.sampling import Sampler, generate_tokens
 from forge_mlx.train.checkpoint import list_checkpoints
+from forge_mlx.train.config import TrainConfig
+from forge_mlx.train.deploy import deployed_model
+from forge_mlx.train.device import DTYPES
 from forge_mlx.train.folder import RunFolder
 from forge_mlx.train.load import load_config
+import mlx.core as mx
 
 
 def open_model(path: Path) -> tuple[GPT, Tokenizer, Path, bool]:
     """Load a model folder, one checkpoint, or of a run folder the final model, else its newest checkpoint.
+
+    A checkpoint of quantisation-aware training gives what the run would deploy at its step: the codes of its weights,
+    or before quantisation begins and after it ends the floats.
 
     Returns:
         the model in evaluation mode, its tokenizer, the folder the weights came from, and whether the end token stood
@@ -43,10 +53,32 @@ def open_model(path: Path) -> tuple[GPT, Tokenizer, Path, bool]:
 def _open_checkpoint(run: RunFolder, checkpoint: Path) -> tuple[GPT, Tokenizer, Path, bool]:
     """A checkpoint holds the weights; the run's folder has the rest."""
     config = load_config(run.config_file)
-    model = GPT(config.model)
+    # The weights are replaced at once, whatever it is built from.
+    model = build_model(config.model)
     load_weights(model, checkpoint / "model.safetensors")
+    if config.qat is not None and fake_quant_enabled(config.qat, _step_of(checkpoint)):
+        model = deployed_model(config, model, _training_dtype(run, config))
     model.eval()
     return model, Tokenizer.load(run.tokenizer_file), checkpoint, config.data.packing == "documents"
+
+
+def _step_of(checkpoint: Path) -> int:
+    """How many updates a checkpoint has seen, whatever its folder is called by now."""
+    file = checkpoint / "state.json"
+    try:
+        return int(json.loads(file.read_text(encoding="utf-8"))["state"]["step"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelFolderError(f"{file}: is damaged: {type(error).__name__}: {error}.") from None
+
+
+def _training_dtype(run: RunFolder, config: TrainConfig) -> mx.Dtype:
+    """The dtype of the forward pass in training, on which the codes depend."""
+    if config.run.dtype == "auto":
+        raise ModelFolderError(
+            f"{run.config_file}: run.dtype must be what the run was trained in but got auto. A run writes it there: "
+            f"put back one of {', '.join(DTYPES)}."
+        )
+    return DTYPES[config.run.dtype]
 
 
 def stream_text(

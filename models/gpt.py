@@ -3,172 +3,35 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 import math
-from typing import Final, Literal, TypeAlias, cast
+from typing import ClassVar, Final, Literal, TypeAlias, cast
 
-from forge_mlx._config import Section
 from forge_mlx.kernels._common.checks import check_arrays, given
-from forge_mlx.kernels.attention.options import LARGEST_HEAD
+from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.nn.activations import GATED_ACTIVATIONS, softcap
 from forge_mlx.nn.attention import Attention
 from forge_mlx.nn.embedding import Embedding
+from forge_mlx.nn.fake_quant import FakeQuantized
 from forge_mlx.nn.kv_cache import KVCache
 from forge_mlx.nn.linear import Linear
 from forge_mlx.nn.mlp import MLP, GatedMLP
 from forge_mlx.nn.norms import LayerNorm, RMSNorm
 from forge_mlx.nn.parameters import count_elements, named_arrays
+from forge_mlx.nn.quantized import Coded
 from forge_mlx.nn.token_shift import LastToken, TokenShift
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from pydantic import Field, model_validator
+from pydantic import Field
 
-_INTERMEDIATE_MULTIPLE: Final = 64
 _RESIDUAL_MATRICES: Final = ("o_proj.weight", "down_proj.weight")
 
 Cache: TypeAlias = KVCache | LastToken
 
 
-class GPTConfig(Section):
+class GPTConfig(DecoderConfig):
     """The shape of a GPT. `models/README.md` gives the settings of the published families."""
 
     arch: Literal["gpt"] = Field("gpt", description="Architecture: the decoder of models/gpt.py.")
-    vocab_size: int | None = Field(None, ge=1, description="Number of tokens V; null: the tokenizer's.")
-    num_layers: int = Field(4, ge=1, description="Number of blocks.")
-    hidden_size: int = Field(256, ge=1, description="Width C of the residual stream.")
-    num_heads: int = Field(4, ge=1, description="Query heads of each attention.")
-    num_kv_heads: int | None = Field(
-        None, ge=1, description="Key and value heads, a divisor of num_heads (GQA); null: num_heads."
-    )
-    head_dim: int | None = Field(
-        None,
-        ge=1,
-        description="Size of a head; null: hidden_size / num_heads. At most 256 with sliding_window, "
-        "attention_softcap, attention_sinks or packed documents.",
-    )
-    intermediate_size: int | None = Field(
-        None,
-        ge=1,
-        description="Width inside the MLP; null: 4 hidden_size, or for a gated MLP 8/3 hidden_size, rounded "
-        "up to a multiple of 64, which has about as many parameters.",
-    )
-    max_seq_len: int = Field(
-        256,
-        ge=1,
-        description="Longest sequence of training; for learned positions the limit of any sequence.",
-    )
-    norm: Literal["rms_norm", "layer_norm"] = Field("rms_norm", description="Normalisation before each half-block.")
-    norm_eps: float = Field(1e-5, gt=0, description="Added to the variance or mean square in every norm.")
-    norm_weight: bool = Field(
-        True, description="Whether norms have a learnable scale (and, with bias, a LayerNorm's shift)."
-    )
-    position: Literal["rope", "learned", "none"] = Field(
-        "rope", description="Positions: rotary in q and k, a learned table added to the embedding, or none."
-    )
-    rope_base: float = Field(10000.0, gt=1, description="Base of the rotary frequencies; for position: rope.")
-    rope_scale: float = Field(
-        1.0,
-        gt=0,
-        description="Factor on rotary positions; 0.5 stretches the context twofold; for position: rope.",
-    )
-    sliding_window: int | None = Field(
-        None, ge=1, description="How many tokens attention sees, the one it is at included; null: all before it."
-    )
-    attention_softcap: float | None = Field(
-        None, gt=0, description="Bound c of the attention scores, c tanh(score / c), as in Gemma 2; null: none."
-    )
-    attention_sinks: bool = Field(
-        False,
-        description="Whether each head has a learnable logit that takes a share of its attention, as in gpt-oss.",
-    )
-    token_shift: bool = Field(
-        False,
-        description="Whether each embedding gets a learnable share of the one before it (modded-nanogpt's smear).",
-    )
-    mlp: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "silu", "relu2"] = Field(
-        "swiglu",
-        description="MLP: gated (swiglu, geglu) or plain with this activation (gelu is the erf form).",
-    )
-    bias: bool = Field(False, description="Whether projections and LayerNorms have a bias; the head never has.")
-    qk_norm: bool = Field(False, description="Whether each head of q and k passes an RMSNorm, as in Qwen3.")
-    tie_embeddings: bool = Field(True, description="Whether the output head is the embedding table.")
-    logit_softcap: float | None = Field(
-        None, gt=0, description="Bound c of the logits, c tanh(logits / c); null: none."
-    )
-    dropout: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Probability of dropping an element of the embedding and of each half-block.",
-    )
-    init_std: float = Field(0.02, gt=0, description="Standard deviation of the initial matrices.")
-    zero_init_residual: bool = Field(
-        False,
-        description="Whether o_proj and down_proj start at 0, so that each block starts as the identity.",
-    )
-
-    @property
-    def kv_heads(self) -> int:
-        """Key and value heads, the default filled in."""
-        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-
-    @property
-    def head_size(self) -> int:
-        """Size of a head, the default filled in."""
-        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
-
-    @property
-    def mlp_size(self) -> int:
-        """Width inside the MLP, the default filled in."""
-        if self.intermediate_size is not None:
-            return self.intermediate_size
-        if self.mlp in GATED_ACTIVATIONS:
-            return math.ceil(8 * self.hidden_size / 3 / _INTERMEDIATE_MULTIPLE) * _INTERMEDIATE_MULTIPLE
-        return 4 * self.hidden_size
-
-    @model_validator(mode="after")
-    def _check_heads(self) -> "GPTConfig":
-        if self.head_dim is None and self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"hidden_size must be a multiple of num_heads, {self.num_heads}, but got {self.hidden_size}. "
-                "Change one of them or set head_dim."
-            )
-        if self.num_heads % self.kv_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, {self.kv_heads}, but got {self.num_heads}. "
-                "Change one of them; null takes as many key and value heads as query heads."
-            )
-        asked = {
-            "sliding_window": self.sliding_window is not None,
-            "attention_softcap": self.attention_softcap is not None,
-            "attention_sinks": self.attention_sinks,
-        }
-        features = [name for name, is_asked in asked.items() if is_asked]
-        if features and self.head_size > LARGEST_HEAD:
-            raise ValueError(
-                f"head_dim must be at most {LARGEST_HEAD} with {' and '.join(features)} but the head size is "
-                f"{self.head_size}. Set it or raise num_heads."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_positions(self) -> "GPTConfig":
-        if self.position == "rope":
-            if self.head_size % 2:
-                raise ValueError(
-                    f"position: rope needs an even head size but got {self.head_size}. "
-                    "Set head_dim to an even number or change num_heads."
-                )
-            return self
-        # Values, not model_fields_set: a dumped config spells out every default and must load again.
-        unused = [
-            name for name in ("rope_base", "rope_scale") if getattr(self, name) != type(self).model_fields[name].default
-        ]
-        if unused:
-            raise ValueError(
-                f"{' and '.join(unused)} must not be set with position: {self.position}, which does not "
-                "rotate. Remove it or set position: rope."
-            )
-        return self
 
 
 class Block(nn.Module):
@@ -176,28 +39,16 @@ class Block(nn.Module):
 
     Args:
         config: The model's config.
+        attention: Called as `Attention` is.
+        mlp: Maps `[..., C]` to `[..., C]`.
     """
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: DecoderConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.input_layernorm = _norm(config)
-        self.self_attn = Attention(
-            config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.kv_heads,
-            head_dim=config.head_size,
-            bias=config.bias,
-            rope_base=config.rope_base if config.position == "rope" else None,
-            rope_scale=config.rope_scale,
-            qk_norm_eps=config.norm_eps if config.qk_norm else None,
-            qk_norm_weight=config.norm_weight,
-            window=config.sliding_window,
-            softcap=config.attention_softcap,
-            sinks=config.attention_sinks,
-        )
+        self.self_attn = attention
         self.post_attention_layernorm = _norm(config)
-        mlp = GatedMLP if config.mlp in GATED_ACTIVATIONS else MLP
-        self.mlp = mlp(config.hidden_size, config.mlp_size, activation=config.mlp, bias=config.bias)
+        self.mlp = mlp
         self.dropout = nn.Dropout(config.dropout)
 
     def __call__(
@@ -212,7 +63,52 @@ class Block(nn.Module):
         normed = self.input_layernorm(x)
         attended = self.dropout(self.self_attn(normed, cache, segment_ids=segment_ids, positions=positions))
         normed, x = self.post_attention_layernorm.of_sum(attended, x)
-        return x + self.dropout(self.mlp(normed))
+        return x + self.dropout(self.feed_forward(normed, segment_ids))
+
+    def feed_forward(self, normed: mx.array, _segment_ids: mx.array | None) -> mx.array:
+        """What the second half adds, before dropout: `[B, T, C]` of `[B, T, C]`.
+
+        Args:
+            normed: The normalised residual stream.
+            _segment_ids: Integers `[B, T]`, negative for padding; None: no padding. A plain MLP, which maps each token
+                alone, does not need them.
+        """
+        out: mx.array = self.mlp(normed)
+        return out
+
+
+def attention_of(config: DecoderConfig) -> nn.Module:
+    """The attention of a block, as the config has it.
+
+    Args:
+        config: The model's config.
+    """
+    return Attention(
+        config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_size,
+        bias=config.bias,
+        rope_base=config.rope_base if config.position == "rope" else None,
+        rope_scale=config.rope_scale,
+        qk_norm_eps=config.norm_eps if config.qk_norm else None,
+        qk_norm_weight=config.norm_weight,
+        qk_norm_joint=config.qk_norm == "joint",
+        window=config.sliding_window,
+        softcap=config.attention_softcap,
+        sinks=config.attention_sinks,
+    )
+
+
+def mlp_of(config: DecoderConfig, intermediate_size: int) -> MLP | GatedMLP:
+    """A feed-forward layer of the config's kind.
+
+    Args:
+        config: The model's config.
+        intermediate_size: Width inside.
+    """
+    mlp = GatedMLP if config.mlp in GATED_ACTIVATIONS else MLP
+    return mlp(config.hidden_size, intermediate_size, activation=config.mlp, bias=config.bias)
 
 
 class GPT(nn.Module):
@@ -241,14 +137,22 @@ class GPT(nn.Module):
         seed: Seed of the initial parameters.
 
     Raises:
-        ValueError: When vocab_size is not set.
+        ValueError: When vocab_size is not set, or the config is one of another architecture.
     """
 
-    def __init__(self, config: GPTConfig, *, seed: int = 0) -> None:
+    config_type: ClassVar[type[DecoderConfig]] = GPTConfig
+
+    def __init__(self, config: DecoderConfig, *, seed: int = 0) -> None:
         super().__init__()
+        if not isinstance(config, self.config_type):
+            raise ValueError(
+                f"[{type(self).__name__}] config must be a {self.config_type.__name__} but got a "
+                f"{type(config).__name__}. build_model(config) builds the model of any config."
+            )
         if config.vocab_size is None:
             raise ValueError(
-                "[GPT] vocab_size must be set before the model is built but got None. Take the tokenizer's: "
+                f"[{type(self).__name__}] vocab_size must be set before the model is built but got None. Take the "
+                "tokenizer's: "
                 'config.model_copy(update={"vocab_size": ...}).'
             )
         self.config = config
@@ -259,7 +163,7 @@ class GPT(nn.Module):
             if config.token_shift:
                 self.token_shift = TokenShift(config.hidden_size)
             self.dropout = nn.Dropout(config.dropout)
-            self.layers = [Block(config) for _ in range(config.num_layers)]
+            self.layers = [self._block(index) for index in range(config.num_layers)]
             self.norm = _norm(config)
             if not config.tie_embeddings:
                 self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -339,13 +243,20 @@ class GPT(nn.Module):
         return logits if self.config.logit_softcap is None else softcap(logits, self.config.logit_softcap)
 
     @property
+    def head_name(self) -> str:
+        """Name of the module whose matrix is the output head's: "embed_tokens" when tied, else "lm_head"."""
+        return "embed_tokens" if self.config.tie_embeddings else "lm_head"
+
+    @property
     def head_weight(self) -> mx.array:
-        """The output head's matrix `[V, C]`: the embedding table when tied.
+        """The output head's matrix `[V, C]`: the embedding table when tied, the quantised one of a prepared head.
 
         Raises:
-            ValueError: When the head has been replaced by one that is not a matrix, as a quantised one.
+            ValueError: When the head has been replaced by one that is not a matrix, as one of `mlx.nn.quantize`.
         """
-        owner = self.embed_tokens if self.config.tie_embeddings else self.lm_head
+        owner = self[self.head_name]
+        if isinstance(owner, (FakeQuantized, Coded)):
+            return owner.effective_weight()
         if not isinstance(owner, (Embedding, Linear)):
             raise ValueError(
                 f"[GPT] head_weight must be the matrix of an Embedding or a Linear but the head is a "
@@ -371,23 +282,37 @@ class GPT(nn.Module):
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations of training on one token, forward and backward.
 
-        6 (N + C V) + 12 num_layers H D K, where N counts the elements of the blocks' matrices and K the keys that a
-        token sees on average: (T + 1) / 2, or with a sliding window of W < T tokens W - W (W - 1) / (2 T). Each
-        element of a matrix takes a multiplication and an addition forward, and twice that backward; the head
-        counts whether tied or not, and looking up an embedding counts nothing. In attention a token takes 4 H D
-        operations with each key, forward; the scores that the mask hides are not counted. Nor are norms, activations,
-        softmax and a recomputed forward.
+        6 (N + C V) + 6 num_layers H (D + D_v) K, where N counts the elements of the blocks' matrices, of experts those
+        that a token goes to, and K the keys that it sees on average: (T + 1) / 2, or with a sliding window of W < T
+        tokens W - W (W - 1) / (2 T). Each element of a matrix takes a multiplication and an addition forward, and twice
+        that backward; the head counts whether tied or not, and looking up an embedding counts nothing. In attention,
+        with heads of D for queries and keys and D_v for values, a token takes 2 H (D + D_v) operations with each key,
+        forward; the scores that the mask hides are not counted. Nor are norms, activations, softmax and a recomputed
+        forward.
 
         Args:
             seq_len: Length T of the training sequences: with documents packed into rows, of a document.
         """
         config = self.config
-        leaves = named_arrays([layer.parameters() for layer in self.layers])
-        matrices = sum(p.size for _, p in leaves if p.ndim == 2) + self.head_weight.size
+        matrices = sum(self._used_elements(name, p) for name, p in self._block_parameters() if p.ndim >= 2)
+        matrices += self.head_weight.size
         window = min(config.sliding_window or seq_len, seq_len)
         # Twice the keys that all tokens of a sequence see.
         keys = window * (2 * seq_len - window + 1)
-        return 6 * matrices + 6 * config.num_layers * config.num_heads * config.head_size * keys // seq_len
+        width = config.num_heads * sum(config.attention_sizes)
+        return 6 * matrices + 3 * config.num_layers * width * keys // seq_len
+
+    def _block(self, _index: int) -> Block:
+        """The block of one place, 0 to num_layers - 1."""
+        return Block(self.config, attention_of(self.config), mlp_of(self.config, self.config.mlp_size))
+
+    def _block_parameters(self) -> list[tuple[str, mx.array]]:
+        """The parameters of all blocks with their names in the model."""
+        return named_arrays({"layers": [layer.parameters() for layer in self.layers]})
+
+    def _used_elements(self, _name: str, parameter: mx.array) -> int:
+        """How many elements of a block's parameter one token meets."""
+        return parameter.size
 
     def _check_tokens(self, tokens: mx.array, cache: list[Cache] | None, documents: dict[str, mx.array | None]) -> None:
         """Raise unless tokens, and what says which documents they are of, fit together."""
@@ -437,7 +362,7 @@ class GPT(nn.Module):
         return self.embed_positions(mx.arange(offset, offset + length))
 
 
-def _norm(config: GPTConfig) -> RMSNorm | LayerNorm:
+def _norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
     if config.norm == "rms_norm":
         return RMSNorm(config.hidden_size, eps=config.norm_eps, weight=config.norm_weight)
     shift = config.bias and config.norm_weight
@@ -453,7 +378,7 @@ def _unchanged_random_state() -> Iterator[None]:
     mx.random.seed(high << 32 | low)
 
 
-def _initialise(model: GPT, config: GPTConfig, seed: int) -> None:
+def _initialise(model: GPT, config: DecoderConfig, seed: int) -> None:
     """Set every matrix and bias of the model to its start in GPT's table."""
     named = sorted(named_arrays(model.parameters()))
     keys = mx.random.split(mx.random.key(seed), len(named))

@@ -32,6 +32,7 @@ ALLOWED = {
     "sampling": {"models", "nn", "kernels", "metal", "_"},
     "train": {"hub", "data", "optim", "models", "nn", "kernels", "metal", "info", "sampling", "blas", "_", ""},
     "generate": {"train", "hub", "data", "models", "nn", "kernels", "metal", "info", "sampling", "blas", "_", ""},
+    "export": {"generate", "hub", "data", "models", "nn", "kernels", "metal", "_", ""},
 }
 # A kernel can be taken out and used in any MLX model.
 FEW_DEPENDENCIES = {"metal": {"mlx", "numpy"}, "kernels": {"mlx", "numpy"}}

@@ -127,11 +127,56 @@ def test_bare_checkout_works_through_pythonpath(checkout, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["kernels", "models"])
-def test_folder_beside_the_package_is_not_imported_by_mistake(name):
-    result = run_python(f"import {name}", cwd=ROOT)
+@pytest.mark.parametrize(
+    "way", ["from NAME import gpt", "from NAME import *", "import NAME.gpt", "import NAME; NAME.gpt"]
+)
+def test_folder_beside_the_package_is_not_used_by_mistake(name, way):
+    result = run_python(way.replace("NAME", name), cwd=ROOT)
     assert result.returncode == 1
-    message = result.stderr.strip().splitlines()[-1]
-    assert message.startswith(f"ImportError: import forge_mlx.{name}, not {name}")
+    kind, message = result.stderr.strip().splitlines()[-1].split(": ", 1)
+    assert kind == ("AttributeError" if ";" in way else "ImportError")
+    assert message.startswith(f"import forge_mlx.{name}, not {name}: ")
+
+
+@pytest.mark.parametrize("name", ["kernels", "models"])
+def test_a_library_that_looks_for_such_a_name_gets_no_error(name):
+    code = f"""
+import importlib, pickle, sys
+from importlib.util import find_spec
+module = importlib.import_module({name!r})
+assert find_spec({name!r}) is module.__spec__
+assert not hasattr(module, "get_kernel")
+print(getattr(module, "__version__", None), "mlx" in sys.modules, "forge_mlx" in sys.modules)
+# Pickling a function that does not say where it is from asks every module.
+def planted(): pass
+planted.__module__ = None
+sys.modules["last"] = type(sys)("last")
+sys.modules["last"].planted = planted
+del planted
+assert pickle.loads(pickle.dumps(sys.modules["last"].planted)).__name__ == "planted"
+"""
+    result = run_python(code, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["0" if name == "kernels" else "None", "False", "False"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="transformers comes with mlx-lm, which needs Python 3.11")
+def test_transformers_does_not_take_the_folder_for_its_optional_package():
+    code = "from transformers.utils.import_utils import is_kernels_available as a; print(a())"
+    result = run_python(code, cwd=ROOT)
+    assert (result.stdout, result.returncode) == ("False\n", 0), result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="mlx-lm needs Python 3.11")
+def test_transformers_and_mlx_lm_work_at_the_root():
+    code = """
+import sys, transformers, mlx_lm.generate
+transformers.LlamaForCausalLM, transformers.AutoTokenizer
+print(sys.modules["kernels"].__file__)
+"""
+    result = run_python(code, cwd=ROOT)
+    assert (result.stdout, result.returncode) == (f"{ROOT / 'kernels' / '__init__.py'}\n", 0), result.stderr
 
 
 def test_extra_cpu_is_for_linux_only(checkout):

@@ -7,6 +7,7 @@ import sys
 from zipfile import ZipFile
 
 from forge_mlx.models.gpt import GPT, GPTConfig
+from forge_mlx.models.moe import MoEConfig
 from forge_mlx.nn.parameters import named_arrays
 from forge_mlx.train.load import load_config
 import mlx.core as mx
@@ -34,16 +35,36 @@ def test_help_says_what_it_does(script):
     assert len(result.stdout.splitlines()) > 3
 
 
-@pytest.mark.parametrize("config", sorted(path.name for path in (ROOT / "models" / "configs").glob("*.yaml")))
-def test_peer_of_the_benchmark_is_the_model_of_every_shipped_config(config):
+def shipped_gpts():
+    paths = sorted((ROOT / "models" / "configs").glob("*.yaml"))
+    shapes = {path.stem: load_config(path).model for path in paths}
+    return {name: shape for name, shape in shapes.items() if isinstance(shape, GPTConfig)}
+
+
+@pytest.mark.parametrize("config", shipped_gpts())
+def test_peer_of_the_benchmark_is_the_model_of_every_shipped_gpt(config):
     small = {"vocab_size": 50, "num_layers": 2, "hidden_size": 64, "intermediate_size": 64, "zero_init_residual": False}
-    shape = load_config(ROOT / "models" / "configs" / config).model.model_copy(update=small)
-    check_peer(shape)
+    # Heads of the size that divides the small width.
+    small |= {"num_heads": 2, "num_kv_heads": None, "head_dim": None}
+    check_peer(shipped_gpts()[config].model_copy(update=small))
 
 
 def test_peer_of_the_benchmark_has_every_option_of_attention():
     options = {"num_kv_heads": 2, "sliding_window": 4, "attention_softcap": 0.5, "attention_sinks": True}
     check_peer(GPTConfig(vocab_size=50, num_layers=2, hidden_size=64, **options))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (MoEConfig(vocab_size=50), "config must be a GPTConfig but got a MoEConfig"),
+        (GPTConfig(vocab_size=50, qk_norm="joint"), "qk_norm must be true or false but got joint"),
+    ],
+    ids=["experts", "joint norm"],
+)
+def test_peer_of_the_benchmark_refuses_what_it_does_not_compute(shape, message):
+    with pytest.raises(ValueError, match=message):
+        TorchGPT(shape)
 
 
 def check_peer(shape):

@@ -6,11 +6,33 @@ are read; everything else is copied as it stands.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+import struct
+from typing import Final
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_MODEL_PIECES, _MODEL_NORMALIZER = 1, 3
-_PIECE_TEXT = 1
+_MODEL_PIECES, _MODEL_TRAINER, _MODEL_NORMALIZER = 1, 2, 3
+_PIECE_TEXT, _PIECE_SCORE, _PIECE_ROLE = 1, 2, 3
+_TRAINER_ALGORITHM = 3
 _RULE_NAME, _CHARSMAP, _DUMMY_PREFIX, _REMOVE_SPACES, _ESCAPE_SPACES = 1, 2, 3, 4, 5
+
+
+ALGORITHMS: Final = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
+ROLES: Final = {1: "normal", 2: "unknown", 3: "control", 4: "user-defined", 5: "unused", 6: "byte"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One piece of a vocabulary; the defaults are SentencePiece's.
+
+    Attributes:
+        text: as the model writes it, a space as U+2581.
+        score: the logarithm of its probability; in a bpe model the highest is merged first.
+        role: a value of `ROLES`.
+    """
+
+    text: str = ""
+    score: float = 0.0
+    role: str = ROLES[1]
 
 
 @dataclass(frozen=True)
@@ -43,6 +65,41 @@ def read_normalizer(model: bytes) -> Normalizer:
                 escape_whitespaces=bool(values.get(_ESCAPE_SPACES, True)),
             )
     return found
+
+
+def read_algorithm(model: bytes) -> str:
+    """How a serialised model cuts text into pieces: a value of `ALGORITHMS`.
+
+    Raises:
+        ValueError: the bytes are not a SentencePiece model, or name no algorithm that is known.
+    """
+    found = 1
+    for number, value, _ in _fields(model):
+        if number == _MODEL_TRAINER and isinstance(value, bytes):
+            written = dict(_numbers(value)).get(_TRAINER_ALGORITHM, found)
+            found = int(written)
+    return _named(ALGORITHMS, found, "algorithm")
+
+
+def read_pieces(model: bytes) -> list[Piece]:
+    """The pieces of a serialised model, in the order of their ids.
+
+    Raises:
+        ValueError: the bytes are not a SentencePiece model.
+    """
+    pieces = []
+    for number, value, _ in _fields(model):
+        if number == _MODEL_PIECES and isinstance(value, bytes):
+            texts = [content for inner, content, _ in _fields(value) if inner == _PIECE_TEXT]
+            numbers = dict(_numbers(value))
+            pieces.append(
+                Piece(
+                    b"".join(text for text in texts if isinstance(text, bytes)).decode(),
+                    numbers.get(_PIECE_SCORE, 0.0),
+                    _named(ROLES, int(numbers.get(_PIECE_ROLE, 1)), "role of a piece"),
+                )
+            )
+    return pieces
 
 
 def map_pieces(model: bytes, change: Callable[[bytes], bytes]) -> bytes:
@@ -81,6 +138,21 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
             if at > len(data):
                 raise ValueError(f"[tokenizer] the SentencePiece model ends inside a field (byte {start}).")
         yield number, value, data[start:at]
+
+
+def _numbers(data: bytes) -> Iterator[tuple[int, float]]:
+    """The whole numbers and 32-bit floats of a message, with their field numbers."""
+    for number, value, raw in _fields(data):
+        if isinstance(value, int):
+            yield number, value
+        elif raw[0] & 7 == _FIXED32:
+            yield number, struct.unpack("<f", value)[0]
+
+
+def _named(names: dict[int, str], value: int, what: str) -> str:
+    if value not in names:
+        raise ValueError(f"[tokenizer] a SentencePiece model has no {what} {value}.")
+    return names[value]
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:

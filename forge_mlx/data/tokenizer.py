@@ -61,7 +61,8 @@ class Tokenizer:
         self.vocab_size = int(self._processor.vocab_size())
         self.end_id = int(self._processor.eos_id())
         self._table, byte_ids = _piece_table(self._processor)
-        _require_lossless(model, self.end_id, byte_ids, name)
+        space = self._table[self._processor.piece_to_id(_SPACE)]
+        _require_lossless(model, self.end_id, byte_ids, space, name)
         self._byte_ids = [byte_ids[value] for value in range(256)]
         self.token_bytes: NDArray[np.int32] = np.array([len(piece) for piece in self._table], np.int32)
         self._threads = min(os.cpu_count() or 1, 16)
@@ -96,6 +97,8 @@ class Tokenizer:
                 add_dummy_prefix=False,
                 remove_extra_whitespaces=False,
                 allow_whitespace_only_pieces=True,
+                # Where no piece is a space alone, SentencePiece writes one in the bytes of U+2581.
+                required_chars=_SPACE,
                 split_by_whitespace=False,
                 split_by_unicode_script=False,
                 split_by_number=False,
@@ -272,7 +275,7 @@ def _piece_table(
     return table, byte_ids
 
 
-def _require_lossless(model: bytes, end_id: int, byte_ids: dict[int, int], name: str) -> None:
+def _require_lossless(model: bytes, end_id: int, byte_ids: dict[int, int], space: bytes, name: str) -> None:
     normalizer = read_normalizer(model)
     faults = {
         f"its normaliser {normalizer.rule!r} changes characters": normalizer.has_charsmap,
@@ -280,6 +283,7 @@ def _require_lossless(model: bytes, end_id: int, byte_ids: dict[int, int], name:
         "it removes spaces (remove_extra_whitespaces)": normalizer.remove_extra_whitespaces,
         "it does not escape spaces (escape_whitespaces)": not normalizer.escape_whitespaces,
         "it has no piece for each byte (byte_fallback)": len(byte_ids) < 256,
+        "it has no piece for a space": space != b" ",
         "it has no end piece (eos_id)": end_id < 0,
     }
     found = [fault for fault, present in faults.items() if present]

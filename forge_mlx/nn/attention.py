@@ -40,7 +40,9 @@ class Attention(nn.Module):
             a head rotate against each other (element i with i + D/2), as in Llama.
         rope_scale: Factor on the position before it is rotated in.
         qk_norm_eps: eps of an RMSNorm over each head of q and k before the rotation; None for no norm.
-        qk_norm_weight: Whether that norm has a learnable scale `[D]`, shared by the heads.
+        qk_norm_weight: Whether that norm has a learnable scale: `[D]`, shared by the heads, or a joint one's as wide as
+            all of them.
+        qk_norm_joint: Whether that norm is over all heads of q together, and all of k, as in OLMoE.
         window: How many positions a query sees, its own included; None: all before it.
         softcap: Bound c of the scores, c tanh(score / c); None: none.
         sinks: Whether each head has a learnable logit in the denominator of its softmax, `sinks` `[H]`, as in gpt-oss:
@@ -62,6 +64,7 @@ class Attention(nn.Module):
         rope_scale: float = 1.0,
         qk_norm_eps: float | None = None,
         qk_norm_weight: bool = True,
+        qk_norm_joint: bool = False,
         window: int | None = None,
         softcap: float | None = None,
         sinks: bool = False,
@@ -69,6 +72,11 @@ class Attention(nn.Module):
         super().__init__()
         _check_heads(num_heads, num_kv_heads, head_dim)
         _check_options(head_dim, window, softcap, sinks)
+        if qk_norm_joint and qk_norm_eps is None:
+            raise ValueError(
+                "[Attention] qk_norm_joint must be left out without a norm but qk_norm_eps is None. Set it."
+            )
+        self.qk_norm_joint = qk_norm_joint
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
         self.rope_base = rope_base
@@ -80,8 +88,9 @@ class Attention(nn.Module):
         self.v_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=bias)
         self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=bias)
         if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(head_dim, eps=qk_norm_eps, weight=qk_norm_weight)
-            self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps, weight=qk_norm_weight)
+            for name, heads in {"q_norm": num_heads, "k_norm": num_kv_heads}.items():
+                dims = heads * head_dim if qk_norm_joint else head_dim
+                self[name] = RMSNorm(dims, eps=qk_norm_eps, weight=qk_norm_weight)
         if sinks:
             self.sinks = mx.zeros((num_heads,))
 
@@ -115,8 +124,11 @@ class Attention(nn.Module):
             )
         if segment_ids is not None:
             _check_largest(self.head_dim, ["segment_ids"])
-        q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
-        if "q_norm" in self:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if "q_norm" in self and self.qk_norm_joint:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self._heads(q), self._heads(k), self._heads(v)
+        if "q_norm" in self and not self.qk_norm_joint:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_base is not None:
             offset = 0 if cache is None else cache.offset

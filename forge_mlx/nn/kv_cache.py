@@ -24,13 +24,13 @@ class KVCache:
 
         Args:
             keys: `[B, H_kv, T, D]`.
-            values: `[B, H_kv, T, D]`.
+            values: `[B, H_kv, T, D_v]`; D_v may differ from D.
 
         Returns:
-            Keys and values `[B, H_kv, offset, D]`, the new offset included.
+            Keys `[B, H_kv, offset, D]` and values `[B, H_kv, offset, D_v]`, the new offset included.
 
         Raises:
-            ValueError: When the batch, the heads or the head size differ from what is held.
+            ValueError: When the batch, the heads or a head size differ from what is held.
         """
         end = self.offset + keys.shape[2]
         self._keys = _grown(self._keys, keys, end)

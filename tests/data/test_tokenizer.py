@@ -47,6 +47,17 @@ def test_round_trip_of_awkward_text(tokenizer, text):
     assert tokenizer.end_id not in ids
 
 
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize(
+    "sample", ["abcabdabe\n" * 50, "abcabdabe" * 2000 + " b"], ids=["no space", "one in 18,000 characters"]
+)
+def test_spaces_come_back_where_the_sample_has_next_to_none(kind, sample):
+    tokenizer = Tokenizer.train([sample], kind=kind, vocab_size=265)
+    for text in AWKWARD.values():
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert [tokenizer.token_to_bytes(token) for token in tokenizer.encode("  ")] == [b" ", b" "]
+
+
 def test_round_trip_of_random_text(tokenizer):
     rng = random.Random(7)
     alphabets = [
@@ -174,6 +185,7 @@ def test_long_lines_are_trained_on():
 
 def foreign_model(tmp_path, **changes):
     options = {
+        "sentence_iterator": iter(SAMPLE.replace("\t", " ").splitlines()),
         "vocab_size": 320,
         "byte_fallback": True,
         "normalization_rule_name": "identity",
@@ -186,11 +198,7 @@ def foreign_model(tmp_path, **changes):
         "minloglevel": 2,
     }
     prefix = tmp_path / "foreign"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SAMPLE.replace("\t", " ").splitlines()),
-        model_prefix=str(prefix),
-        **{**options, **changes},
-    )
+    sentencepiece.SentencePieceTrainer.train(model_prefix=str(prefix), **{**options, **changes})
     return prefix.with_suffix(".model")
 
 
@@ -214,6 +222,14 @@ def test_foreign_model_that_keeps_text_is_taken(tmp_path):
 def test_foreign_model_that_changes_text_is_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         Tokenizer.load(foreign_model(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("words", ["abc abd", "abc"], ids=["in longer pieces only", "in none"])
+def test_foreign_model_without_a_piece_for_a_space_is_refused(tmp_path, words):
+    # The character that is left out is the rarest.
+    rare = {"sentence_iterator": iter([words] + ["ab"] * 9000), "user_defined_symbols": ["b\u2581"]}
+    with pytest.raises(ValueError, match=r"foreign\.model it has no piece for a space\. Train one"):
+        Tokenizer.load(foreign_model(tmp_path, **rare, model_type="bpe"))
 
 
 @pytest.mark.parametrize("content", [b"", b"no model", b"\n\xff\xff\xff"], ids=["empty", "text", "cut off"])

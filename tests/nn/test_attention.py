@@ -101,6 +101,26 @@ def test_documents_and_a_cache_are_refused_together():
             attention(x, KVCache(), **dict.fromkeys(names, ids))
 
 
+def test_a_joint_norm_is_over_all_heads_together():
+    attention, x = module(rope_base=None, qk_norm_eps=0.1, qk_norm_joint=True), some_x()
+    assert (attention.q_norm.weight.shape, attention.k_norm.weight.shape) == ((32,), (16,))
+    # Folded into the projections' outputs, where it is one vector: attention without a norm must agree.
+    plain = module(rope_base=None)
+    plain.update(attention.parameters(), strict=False)
+
+    def normalised(name):
+        y = np.array(attention[f"{name}_proj"](x)).astype(np.float64)
+        y /= np.sqrt((y**2).mean(axis=-1, keepdims=True) + 0.1)
+        return lambda _: mx.array((y * np.array(attention[f"{name}_norm"].weight)).astype(np.float32))
+
+    plain.q_proj, plain.k_proj = normalised("q"), normalised("k")
+    assert np.abs(np.array(attention(x)) - np.array(plain(x))).max() <= 1e-5 * np.abs(np.array(plain(x))).max()
+    with pytest.raises(
+        ValueError, match=r"\[Attention\] qk_norm_joint must be left out without a norm but qk_norm_eps"
+    ):
+        module(qk_norm_joint=True)
+
+
 def test_sinks_are_parameters_that_start_at_0():
     sinks = Attention(16, num_heads=4, num_kv_heads=2, head_dim=8, sinks=True).sinks
     assert sinks.tolist() == [0.0] * 4

@@ -1,0 +1,129 @@
+from functools import partial
+import json
+
+from forge_mlx.data.tokenizer import Tokenizer
+from forge_mlx.export import main
+from forge_mlx.hub.native import save_model
+from forge_mlx.models.gpt import GPTConfig
+from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
+from forge_mlx.models.registry import build_model
+import pytest
+
+SHAPE = {"vocab_size": 300, "num_layers": 1, "hidden_size": 64, "num_heads": 2, "max_seq_len": 32}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    text = "".join(f"def f_{i}(x):\n    return x + {i}\n" for i in range(200))
+    return Tokenizer.train([text], kind="bpe", vocab_size=300)
+
+
+@pytest.fixture
+def command(call_main):
+    return partial(call_main, main)
+
+
+def run_with(path, model, tokenizer, **options):
+    """A run's folder with a final model."""
+    (path / "final").mkdir(parents=True)
+    save_model(path / "final", model, tokenizer, **options)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer):
+    return run_with(tmp_path / "run", build_model(GPTConfig(**SHAPE)), tokenizer)
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_the_final_model_of_a_run(run, tmp_path, command):
+    out = tmp_path / "out"
+    assert command(run, out) == (
+        0,
+        f"wrote {out} from {run / 'final'} (llama, float32); open it: mlx_lm.generate --model {out} --prompt ...\n",
+        "",
+    )
+    assert config_of(out)["model_type"] == "llama"
+    assert (out / "model.safetensors").stat().st_size > 100_000
+
+
+def test_a_model_folder_gives_the_same(run, tmp_path, command):
+    command(run, tmp_path / "a")
+    assert command(run / "final", tmp_path / "b")[0] == 0
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
+
+
+def test_a_quantised_model_says_its_format(tmp_path, tokenizer, command):
+    config = QATConfig(overrides={"embed_tokens": {"bits": 8}})
+    model = convert_qat(prepare_qat(build_model(GPTConfig(**SHAPE)), config))
+    run = run_with(tmp_path / "run", model, tokenizer)
+    out = tmp_path / "of mine"
+    assert command(run, out)[1] == (
+        f"wrote {out} from {run / 'final'} (llama, affine 4 bits in groups of 64, other formats: 1); "
+        f"open it: mlx_lm.generate --model '{out}' --prompt ...\n"
+    )
+
+
+def test_texts_that_begin_with_the_end_token(tmp_path, tokenizer, command):
+    run = run_with(tmp_path / "run", build_model(GPTConfig(**SHAPE)), tokenizer, texts_begin_with_end=True)
+    command(run, tmp_path / "out")
+    assert config_of(tmp_path / "out")["bos_token_id"] == tokenizer.end_id
+
+
+def test_a_folder_that_is_not_empty_stays(run, tmp_path, command):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes").write_text("mine")
+    assert command(run, out) == (
+        2,
+        "",
+        f"error: [export_llama] folder must be new or empty but got {out}. Give another or remove it.\n",
+    )
+    assert [file.name for file in out.iterdir()] == ["notes"]
+    assert command(run, run)[0] == 2
+
+
+def test_a_folder_without_a_model(tmp_path, command):
+    missing = tmp_path / "none"
+    assert command(missing, tmp_path / "out") == (2, "", f"error: {missing}: there is no such folder.\n")
+    message = "is neither a model folder nor a run folder with a checkpoint."
+    assert command(tmp_path, tmp_path / "out") == (2, "", f"error: {tmp_path}: {message}\n")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.model"])
+def test_a_damaged_file_is_named(run, tmp_path, command, name):
+    file = run / "final" / name
+    file.write_bytes(file.read_bytes()[:50])
+    status, out, err = command(run, tmp_path / "out")
+    assert (status, out) == (2, "")
+    assert str(file) in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_the_layout_cannot_say(tmp_path, tokenizer, command):
+    run = run_with(tmp_path / "run", build_model(GPTConfig(**SHAPE, mlp="relu2", token_shift=True)), tokenizer)
+    status, _, err = command(run, tmp_path / "out")
+    assert status == 2
+    assert "has token_shift: True (must be False); mlp: relu2 (must be swiglu)." in err
+
+
+def test_an_out_that_cannot_be_made(run, tmp_path, command):
+    (tmp_path / "file").touch()
+    status, _, err = command(run, tmp_path / "file" / "out")
+    assert status == 2
+    assert err.startswith("error: ")
+
+
+def test_help_says_what_it_does(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in ("usage: python -m forge_mlx.export", "which mlx-lm opens", "it must be new or empty", "RUN/final"):
+        assert part in text
