@@ -24,6 +24,12 @@ class OptimConfig(Section):
         description="decoupled decay, w <- w (1 - lr wd), of matrices only: norms and biases have none",
     )
     muon_lr: float = Field(0.02, gt=0, description="peak learning rate of Muon's matrices")
+    muon_expert_lr: float | None = Field(
+        None,
+        gt=0,
+        description="Muon's peak rate for the experts of an MoE, of which each sees a part of the tokens and wants "
+        "less; null: muon_lr",
+    )
     muon_momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum (Nesterov)")
     muon_steps: int = Field(5, ge=1, le=10, description="Newton-Schulz iterations of Muon")
     schedule: Literal["cosine", "wsd", "constant"] = Field(

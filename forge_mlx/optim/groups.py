@@ -16,6 +16,9 @@ ParameterFilter = Callable[[str, mx.array], bool]
 class DecoupledMuon(optim.Muon):
     """MLX's Muon with decoupled weight decay: ``w <- w (1 - lr wd) - lr orthogonalised(momentum)``.
 
+    A parameter of three axes is a stack of matrices, the experts of an MoE layer, and each is orthogonalised by itself;
+    MLX's would take the stack for one wide matrix.
+
     MLX adds the decay to the gradient, where the orthogonalisation turns it into a direction of unit scale.
     Liu et al. 2025 ("Muon is scalable for LLM training") decay the weights themselves, as AdamW does.
     """
@@ -25,9 +28,15 @@ class DecoupledMuon(optim.Muon):
         self.decoupled_decay = weight_decay
 
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
-        """One update of one matrix."""
+        """One update of one matrix, or of a stack of them."""
         decayed = parameter * (1 - self.learning_rate * self.decoupled_decay)
-        updated: mx.array = super().apply_single(gradient, decayed, state)
+
+        def update(gradient: mx.array, parameter: mx.array, momentum: mx.array) -> tuple[mx.array, mx.array]:
+            own = {"v": momentum}
+            return super(DecoupledMuon, self).apply_single(gradient, parameter, own), own["v"]
+
+        is_stack = gradient.ndim > 2
+        updated, state["v"] = (mx.vmap(update) if is_stack else update)(gradient, decayed, state["v"])
         return updated
 
 
@@ -123,8 +132,13 @@ def _assign(tree: dict[str, Any] | list[Any], arrays: dict[str, mx.array], prefi
 
 
 def is_hidden_matrix(name: str, parameter: mx.array) -> bool:
-    """Whether Muon takes a parameter: the matrices between the embedding and the head."""
-    return parameter.ndim == 2 and name.startswith("layers.")
+    """Whether Muon takes a parameter: the matrices between embedding and head, also routers' and each expert's."""
+    return parameter.ndim in (2, 3) and name.startswith("layers.")
+
+
+def is_stack_of_experts(name: str, parameter: mx.array) -> bool:
+    """Whether a parameter is the matrices of an MoE layer's experts."""
+    return parameter.ndim == 3 and is_hidden_matrix(name, parameter)
 
 
 def build_optimizer(config: OptimConfig) -> GroupedOptimizer:
@@ -139,7 +153,10 @@ def build_optimizer(config: OptimConfig) -> GroupedOptimizer:
     optimizers: list[optim.Optimizer] = [adamw(config.weight_decay), adamw(0.0)]
     filters: list[ParameterFilter] = [lambda _name, parameter: is_matrix(parameter)]
     if config.name == "muon":
-        muon = DecoupledMuon(config.muon_lr, config.muon_momentum, config.weight_decay, config.muon_steps)
-        optimizers.insert(0, muon)
-        filters.insert(0, is_hidden_matrix)
+        groups: list[tuple[float, ParameterFilter]] = [(config.muon_lr, is_hidden_matrix)]
+        if config.muon_expert_lr is not None:
+            groups.insert(0, (config.muon_expert_lr, is_stack_of_experts))
+        muons = [DecoupledMuon(lr, config.muon_momentum, config.weight_decay, config.muon_steps) for lr, _ in groups]
+        optimizers = [*muons, *optimizers]
+        filters = [*(group for _, group in groups), *filters]
     return GroupedOptimizer(optimizers, filters)

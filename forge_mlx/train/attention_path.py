@@ -4,12 +4,12 @@ from forge_mlx.data.stream import Packing
 from forge_mlx.kernels.attention.options import LARGEST_HEAD
 from forge_mlx.kernels.attention.plain import is_better, reason_for_mlx
 from forge_mlx.metal.engine import resolve
-from forge_mlx.models.gpt import GPTConfig
+from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.nn.attention import padded_head
 import mlx.core as mx
 
 
-def features(model: GPTConfig, packing: Packing) -> list[str]:
+def features(model: DecoderConfig, packing: Packing) -> list[str]:
     """What attention does beside causal order, in words; nothing for plain attention."""
     found = {
         "documents": packing == "documents",
@@ -20,18 +20,20 @@ def features(model: GPTConfig, packing: Packing) -> list[str]:
     return [name for name, on in found.items() if on]
 
 
-def takes_mlx(model: GPTConfig, packing: Packing, seq_len: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
+def takes_mlx(model: DecoderConfig, packing: Packing, seq_len: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
     """Whether MLX's own op does it, where no kernels run."""
     return not features(model, packing) and (model.head_size > LARGEST_HEAD or is_better(seq_len, dtype, device))
 
 
-def describe_attention(model: GPTConfig, packing: Packing, seq_len: int, dtype: mx.Dtype, device: mx.DeviceType) -> str:
+def describe_attention(
+    model: DecoderConfig, packing: Packing, seq_len: int, dtype: mx.Dtype, device: mx.DeviceType
+) -> str:
     """What attention does, the path that `flash_attention` takes for it, and why."""
     plain = takes_mlx(model, packing, seq_len, dtype, device)
     if model.head_size > LARGEST_HEAD:
         return f"causal: mx.fast.scaled_dot_product_attention, as no kernel takes heads of {model.head_size}"
-    size = padded_head(model.head_size)
-    engine = resolve("flash_attention", prefer_mlx=reason_for_mlx(size, size) if plain else None)
+    sizes = [padded_head(size) for size in model.attention_sizes]
+    engine = resolve("flash_attention", prefer_mlx=reason_for_mlx(*sizes) if plain else None)
     path = "mx.fast.scaled_dot_product_attention" if plain else "blocks of queries in plain MLX operations"
     if engine.name != "reference":
         path = "the kernels of flash_attention"

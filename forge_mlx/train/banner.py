@@ -1,5 +1,6 @@
 """What a run says as it starts: which path runs and why, and the facts for its log."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 import os
@@ -12,12 +13,17 @@ from forge_mlx.data.stream import Packing, Rows
 from forge_mlx.info import versions
 from forge_mlx.kernels.linear_cross_entropy.chunks import chunk_rows
 from forge_mlx.metal.engine import resolve
+from forge_mlx.models.decoder_config import DecoderConfig
+from forge_mlx.models.moe import MoE, MoEConfig
+from forge_mlx.models.qat import prepared_layers
+from forge_mlx.nn.fake_quant import FakeQuantized
 from forge_mlx.optim import OptimConfig
 from forge_mlx.train.attention_path import describe_attention
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.device import Placement
 from forge_mlx.train.trainer import Trainer
 import mlx.core as mx
+import mlx.nn as nn
 
 _LOW_FILL = 0.9
 _PACKING = {
@@ -51,6 +57,53 @@ def describe_packing(packing: Packing) -> str:
     return f"{packing} ({_PACKING[packing]})"
 
 
+def describe_experts(model: DecoderConfig) -> str:
+    """How the experts of an MoE are chosen and kept busy, in words; nothing without experts."""
+    if not isinstance(model, MoEConfig):
+        return ""
+    of_groups = f" from {model.groups_per_token} of {model.expert_groups} groups" if model.expert_groups > 1 else ""
+    shared = f", {count(model.shared_experts, 'shared expert')}" if model.shared_experts else ""
+    dense = f", the first {count(model.dense_layers, 'layer')} dense" if model.dense_layers else ""
+    means = {
+        f"a selection bias that moves by {model.bias_rate:g} a step": model.bias_rate > 0,
+        f"an auxiliary loss of weight {model.aux_loss_weight:g}": model.aux_loss_weight > 0,
+    }
+    balance = " and ".join(name for name, on in means.items() if on)
+    return (
+        f"{model.experts_per_token} of {model.num_experts}{of_groups} for each token by {model.router_scores} scores "
+        f"in float32{shared}{dense}; {f'balanced by {balance}' if balance else 'nothing balances their load'}"
+    )
+
+
+def describe_qat(config: TrainConfig, model: nn.Module) -> str:
+    """What is quantised and when, in words; nothing without QAT.
+
+    Args:
+        config: of the run.
+        model: prepared for it.
+    """
+    qat = config.qat
+    if qat is None:
+        return ""
+    kinds = Counter(_format_text(layer) for _, layer in prepared_layers(model))
+    formats = ", ".join(f"{count(number, 'layer')} {name}" for name, number in kinds.most_common())
+    begin = "from the first step" if qat.start_step == 0 else f"from step {qat.start_step + 1:,}"
+    end = f" to step {qat.end_step:,}, then float again" if qat.end_step is not None else ""
+    return f"{formats}; {begin}{end}"
+
+
+def _format_text(layer: FakeQuantized) -> str:
+    options = layer.options
+    parts: list[str] = [options.mode]
+    if options.mode == "affine":
+        parts.append(f"of {options.bits} bits")
+    if options.group_size is not None:
+        parts.append(f"in groups of {options.group_size}")
+    if options.granularity is not None:
+        parts.append(f"by {'row' if options.granularity == 'row' else 'matrix'}")
+    return " ".join(parts) + (" with int8 inputs" if layer.activations else "")
+
+
 def _busy_hint() -> str | None:
     """A BLAS that splits its work evenly waits for the core that other programs keep busy: by up to ten times."""
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
@@ -70,6 +123,10 @@ def log_model(trainer: Trainer, log: Callable[[str], None]) -> None:
         f"model: {model.num_parameters():,} parameters ({model.num_parameters(embeddings=False):,} without "
         f"embeddings), {config.model.num_layers} layers of {config.model.hidden_size}"
     )
+    if isinstance(model, MoE):
+        log(f"experts: {describe_experts(config.model)}; a token meets {model.num_active_parameters():,} parameters")
+    if text := describe_qat(config, model):
+        log(f"quantisation: {text}")
     rows = loop.batch_size * loop.seq_len
     chunk = chunk_rows(rows, 4 * model.head_weight.shape[0], trainer.placement.device.type)
     log(
@@ -117,10 +174,28 @@ def setup_facts(trainer: Trainer) -> dict[str, Any]:
         "total_steps": trainer.config.train.steps,
         "tokens_per_step": trainer.tokens_per_step,
         "packing": _packing_facts(trainer),
+        **_special_facts(trainer),
         "device": trainer.placement.device.type.name,
         "dtype": trainer.placement.dtype_name,
         **versions(),
     }
+
+
+def _special_facts(trainer: Trainer) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    if isinstance(trainer.model, MoE):
+        facts["active_parameters"] = trainer.model.num_active_parameters()
+    if (qat := trainer.config.qat) is not None:
+        facts["qat"] = {
+            "mode": qat.weights,
+            "bits": qat.bits,
+            "group_size": qat.group_size,
+            "activations": qat.activations,
+            "start_step": qat.start_step,
+            "end_step": qat.end_step,
+            "modules": len(prepared_layers(trainer.model)),
+        }
+    return facts
 
 
 def _packing_facts(trainer: Trainer) -> dict[str, Any]:
@@ -134,5 +209,7 @@ def _packing_facts(trainer: Trainer) -> dict[str, Any]:
 def _optimizer_text(optim: OptimConfig) -> str:
     schedule = f"{optim.schedule} after {optim.warmup_steps} warmup steps" if optim.warmup_steps else optim.schedule
     if optim.name == "muon":
-        return f"muon (lr {optim.muon_lr:g}) on the layers' matrices, adamw (lr {optim.lr:g}) on the rest; {schedule}"
+        experts = "" if optim.muon_expert_lr is None else f", {optim.muon_expert_lr:g} for experts"
+        muon = f"muon (lr {optim.muon_lr:g}{experts}) on the layers' matrices"
+        return f"{muon}, adamw (lr {optim.lr:g}) on the rest; {schedule}"
     return f"adamw, lr {optim.lr:g}; {schedule}"

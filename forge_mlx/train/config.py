@@ -1,14 +1,15 @@
 """The training config: every section and field, with its help text. ``load.py`` reads it from YAML."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from forge_mlx._config import Section
 from forge_mlx.data.config import DataConfig
 from forge_mlx.kernels.attention.options import LARGEST_HEAD
-from forge_mlx.models.gpt import GPTConfig
+from forge_mlx.models.qat import QATConfig
+from forge_mlx.models.registry import ARCHITECTURES, ModelConfig
 from forge_mlx.optim import OptimConfig
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 
 class RunConfig(Section):
@@ -70,10 +71,11 @@ class TrainConfig(Section):
     """A whole training config."""
 
     run: RunConfig
-    model: GPTConfig
+    model: ModelConfig = Field(description="the shape of the model; arch: gpt or moe")
     data: DataConfig
     train: LoopConfig
     optim: OptimConfig = Field(default_factory=OptimConfig)
+    qat: QATConfig | None = Field(None, description="quantisation-aware training; null: none")
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> "TrainConfig":
@@ -92,6 +94,10 @@ class TrainConfig(Section):
             problems.append(
                 f"model.head_dim must be at most {LARGEST_HEAD} with data.packing: documents but the head size is "
                 f"{self.model.head_size}. Set it or raise model.num_heads"
+            )
+        if self.qat is not None and self.qat.start_step >= self.train.steps:
+            problems.append(
+                f"qat.start_step must be less than train.steps, {self.train.steps}, but got {self.qat.start_step}"
             )
         tokenizer = self.data.tokenizer
         if tokenizer.path is None and self.model.vocab_size not in (None, tokenizer.vocab_size):
@@ -120,3 +126,17 @@ class TrainConfig(Section):
     def tokens_per_step(self) -> int:
         """Positions of the rows of one update: all are targets, but for the padding of ``data.packing: documents``."""
         return self.train.batch_size * self.train.seq_len * self.train.accumulate
+
+
+def of_architecture(name: object) -> type[TrainConfig]:
+    """The config with ``model`` of one architecture alone, whose errors are those of its fields.
+
+    Args:
+        name: a value of ``model.arch``, a wrong one too.
+    """
+    if name in ARCHITECTURES:
+        model: type[Section] = ARCHITECTURES[str(name)].config
+    else:
+        names: Any = Literal[tuple(ARCHITECTURES)]
+        model = create_model("Model", __base__=ARCHITECTURES["gpt"].config, arch=(names, "gpt"))
+    return create_model("TrainConfig", __base__=TrainConfig, model=(model, ...))

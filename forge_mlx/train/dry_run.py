@@ -8,9 +8,12 @@ from forge_mlx._text import count, size
 from forge_mlx.data.sources import list_files
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.models.gpt import GPT
+from forge_mlx.models.moe import MoE
+from forge_mlx.models.qat import prepare_qat
+from forge_mlx.models.registry import build_model
 from forge_mlx.nn.parameters import named_arrays
 from forge_mlx.train.attention_path import describe_attention
-from forge_mlx.train.banner import describe_packing
+from forge_mlx.train.banner import describe_experts, describe_packing, describe_qat
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.device import Placement, choose_placement
 from forge_mlx.train.memory import estimate_memory
@@ -37,7 +40,9 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
         Tokenizer.load(Path(tokenizer.path)).vocab_size if tokenizer.path else tokenizer.vocab_size
     )
     # The arrays are lazy: nothing is allocated for the shapes alone.
-    model = GPT(config.model, seed=config.run.seed)
+    model = build_model(config.model, seed=config.run.seed)
+    if config.qat is not None:
+        prepare_qat(model, config.qat)
     console.print(_shape_table(model))
     total, hidden = model.num_parameters(), model.num_parameters(embeddings=False)
     loop, steps, step_tokens = config.train, config.train.steps, config.tokens_per_step
@@ -54,6 +59,7 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
         loop.accumulate,
         placement.device.type,
         config.data.packing,
+        config.qat is not None,
     )
     parts = [f"{name} {size(num_bytes)}" for name, num_bytes in asdict(memory).items()]
     passes = f"{loop.accumulate} pass{'' if loop.accumulate == 1 else 'es'}"
@@ -63,6 +69,7 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
         "attention": _wrapped(_attention_text(config, placement)),
         "packing": _wrapped(describe_packing(config.data.packing)),
         "parameters": f"{total:,} ({hidden:,} without embeddings)",
+        **_special_lines(config, model),
         "tokens a step": f"{most}{step_tokens:,} = {loop.batch_size} rows x {loop.seq_len} tokens x {passes}",
         "tokens in all": f"{most}{step_tokens * steps:,} in {steps:,} steps",
         "FLOPs": f"{most}{flops:.3g} a step, {flops * steps:.3g} in all",
@@ -72,6 +79,15 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
     }
     for name, text in lines.items():
         console.print(f"{name + ':' if name else '':<{_INDENT}}{text}", soft_wrap=True, markup=False)
+
+
+def _special_lines(config: TrainConfig, model: GPT) -> dict[str, str]:
+    """What only some models have: experts, quantisation."""
+    experts = describe_experts(config.model)
+    if isinstance(model, MoE):
+        experts += f"; a token meets {model.num_active_parameters():,} parameters"
+    found = {"experts": experts, "quantisation": describe_qat(config, model)}
+    return {name: _wrapped(text) for name, text in found.items() if text}
 
 
 def _attention_text(config: TrainConfig, placement: Placement) -> str:

@@ -205,6 +205,8 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is list:
         size = f" of {bounds['items']}" if "items" in bounds else ""
         return f"a list{size}, each {_describe(arguments[0])}"
+    if origin is dict:
+        return "a section of keys of your own"
     if origin is tuple:
         return f"a list of {len(arguments)}, each {_describe(arguments[0])}"
     if bounds.pop("items", 0):

@@ -21,7 +21,16 @@ from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.load import dump_config, load_config
 
 # A checkpoint means something else when one of these changes; all other keys may change between two starts.
-_FIXED_KEYS = ("model", "data", "run.seed", "train.batch_size", "train.seq_len", "train.accumulate", "optim.name")
+_FIXED_KEYS = (
+    "model",
+    "qat",
+    "data",
+    "run.seed",
+    "train.batch_size",
+    "train.seq_len",
+    "train.accumulate",
+    "optim.name",
+)
 _IGNORED_KEYS = ("run.dir", "run.resume")
 # The trainer replaces null or auto in these by what it chose and writes that down.
 _RESOLVED_KEYS = ("model.vocab_size", "run.device", "run.dtype")

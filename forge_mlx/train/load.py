@@ -7,7 +7,7 @@ import re
 from types import NoneType
 from typing import Any, cast
 
-from forge_mlx.train.config import TrainConfig
+from forge_mlx.train.config import TrainConfig, of_architecture
 from forge_mlx.train.explain import Key, Origin, explain_errors, plain_types, section_of, show, suggest
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
@@ -55,14 +55,16 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
             problems are listed.
     """
     values, lines = _read_yaml(path)
-    _fill_empty_sections(values, TrainConfig)
-    keys = [_apply_override(values, override) for override in overrides]
+    root = of_architecture(_architecture(values, overrides))
+    _fill_empty_sections(values, root)
+    keys = [_apply_override(values, override, root) for override in overrides]
     try:
         # JSON mode: strict, but a path may be written as a string and a pair as a list, as YAML has them.
-        return TrainConfig.model_validate_json(json.dumps(values))
+        read = root.model_validate_json(json.dumps(values))
+        return TrainConfig(**{name: getattr(read, name) for name in TrainConfig.model_fields})
     except ValidationError as error:
         found = error.errors(include_url=False)
-    problems = explain_errors(cast(list[Any], found), TrainConfig, values, Origin(path, lines, keys))
+    problems = explain_errors(cast(list[Any], found), root, values, Origin(path, lines, keys))
     if len(problems) > 1:
         problems = [f"{path}: {len(problems)} problems", *(f"  {problem}" for problem in problems)]
     raise ConfigError("\n".join(problems))
@@ -136,6 +138,16 @@ def _explain_yaml(error: YAMLError, path: Path) -> str:
     return f"{place}: not valid YAML: {problem}.{hint}"
 
 
+def _architecture(values: dict[str, Any], overrides: Sequence[str]) -> Any:
+    """What ``model.arch`` will be: it decides which keys the section has."""
+    model = values.get("model")
+    name = model.get("arch", "gpt") if isinstance(model, dict) else "gpt"
+    for override in overrides:
+        key, _, text = override.partition("=")
+        name = text if key == "model.arch" else name
+    return name
+
+
 def _fill_empty_sections(values: dict[str, Any], model: type[BaseModel]) -> None:
     for name, field in model.model_fields.items():
         section = field.annotation
@@ -146,12 +158,12 @@ def _fill_empty_sections(values: dict[str, Any], model: type[BaseModel]) -> None
                 _fill_empty_sections(values[name], section)
 
 
-def _apply_override(values: dict[str, Any], override: str) -> Key:
+def _apply_override(values: dict[str, Any], override: str, root: type[TrainConfig]) -> Key:
     """Put the value of one override in its place; return its key."""
     name, equals, text = override.partition("=")
     key = tuple(name.split("."))
     if not equals or not re.fullmatch(r"[^.\s]+(\.[^.\s]+)+", name):
-        hint = f" {suggest(TrainConfig, key)}" if re.fullmatch(r"\w+", name) and name not in _SECTIONS else ""
+        hint = f" {suggest(root, key)}" if re.fullmatch(r"\w+", name) and name not in _SECTIONS else ""
         raise ConfigError(
             f"command line: {override}: an override is written section.key=value, such as optim.lr=1e-3.{hint}"
         )
@@ -161,11 +173,11 @@ def _apply_override(values: dict[str, Any], override: str) -> Key:
         if not isinstance(node, dict):
             parent = ".".join(key[:depth])
             raise ConfigError(f"command line: {override}: {parent} has no keys of its own; its value is {show(node)}.")
-    node[key[-1]] = _override_value(key, text, override)
+    node[key[-1]] = _override_value(key, text, override, root)
     return key
 
 
-def _override_value(key: Key, text: str, override: str) -> Any:
+def _override_value(key: Key, text: str, override: str, root: type[TrainConfig]) -> Any:
     try:
         text.encode()
         value = _yaml().load(text) if text.strip() else ""
@@ -174,7 +186,7 @@ def _override_value(key: Key, text: str, override: str) -> Any:
         raise ConfigError(f"command line: {override!r}: must be UTF-8 text.") from None
     except (YAMLError, TypeError, ValueError):
         return text
-    section = section_of(TrainConfig, key)
+    section = section_of(root, key)
     field = section.model_fields.get(key[-1]) if section else None
     types = plain_types(field.annotation) if field else set()
     null = value is None and NoneType in types

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from forge_mlx.data.prepare import prepare
 from forge_mlx.train.banner import log_model, log_path, setup_facts
@@ -127,6 +128,7 @@ def _run_loop(trainer: Trainer, metrics: MetricsLog, bar: Progress, stop: StopSi
     """Train until the last step; records, evaluations, samples and checkpoints as they come due."""
     loop = trainer.config.train
     recent = deque[tuple[int, float]](maxlen=20)
+    _enter_phase(trainer, metrics, bar.line)
     while trainer.step < loop.steps:
         tokens_before, seconds_before = trainer.tokens, trainer.window.seconds
         norm, rate = trainer.train_step()
@@ -137,9 +139,10 @@ def _run_loop(trainer: Trainer, metrics: MetricsLog, bar: Progress, stop: StopSi
         bar.update(step, loss=window.loss, bits_per_byte=window.bits_per_byte, tokens_per_second=speed, lr=rate)
         if _due(step, loop.log_every) or last:
             _log_window(trainer, metrics, norm, rate)
+        _enter_phase(trainer, metrics, bar.line)
         if _due(step, loop.eval_every) and not last:
             result = trainer.evaluate(loop.eval_tokens)
-            metrics.log("eval", step, time=trainer.seconds, final=False, **result)
+            metrics.log("eval", step, time=trainer.seconds, final=False, **result, **_phase_fields(trainer))
             bar.line(_eval_line(step, result))
         if _due(step, loop.sample_every) and not last:
             text = trainer.sample()
@@ -159,6 +162,7 @@ def _run_loop(trainer: Trainer, metrics: MetricsLog, bar: Progress, stop: StopSi
 def _log_window(trainer: Trainer, metrics: MetricsLog, norm: float, rate: float) -> None:
     """Write the training record and start the next window."""
     window = trainer.window
+    routing = trainer.routing_fields()
     metrics.log(
         "train",
         trainer.step,
@@ -170,13 +174,26 @@ def _log_window(trainer: Trainer, metrics: MetricsLog, norm: float, rate: float)
         tokens=trainer.tokens,
         tokens_per_second=window.tokens / window.seconds,
         peak_memory=mx.get_peak_memory(),
+        **({"moe": routing} if routing else {}),
     )
     trainer.window = Window()
+
+
+def _enter_phase(trainer: Trainer, metrics: MetricsLog, say: Log) -> None:
+    """Begin or end fake quantisation where its step has come; the log says so."""
+    if notice := trainer.enter_phase():
+        metrics.log("event", trainer.step, time=trainer.seconds, message=notice)
+        say(f"step {trainer.step}: {notice}")
+
+
+def _phase_fields(trainer: Trainer) -> dict[str, Any]:
+    return {} if trainer.config.qat is None else {"fake_quant": trainer.fake_quant}
 
 
 def _finish(trainer: Trainer, metrics: MetricsLog, log: Log) -> Outcome:
     """Last evaluation and sample, the final model."""
     loop, step = trainer.config.train, trainer.step
+    _enter_phase(trainer, metrics, log)
     log("last evaluation ...")
     result = trainer.evaluate(loop.final_eval_tokens)
     sample = trainer.sample()
@@ -184,9 +201,29 @@ def _finish(trainer: Trainer, metrics: MetricsLog, log: Log) -> Outcome:
     # A start that was killed between these two lines has written the sample already.
     if not any(r["kind"] == "sample" and r["step"] == step for r in read_metrics(trainer.folder.metrics_file, log)):
         metrics.log("sample", step, time=trainer.seconds, prompt=trainer.prompt_text, text=sample)
-    metrics.log("eval", step, time=trainer.seconds, final=True, **result)
+    deployed = _evaluate_deployed(trainer, metrics, log)
+    metrics.log("eval", step, time=trainer.seconds, final=True, **result, **_phase_fields(trainer), **deployed)
     log(_eval_line(step, result) + f" ({int(result['tokens']):,} tokens)")
     return Outcome(result["loss"], result["bits_per_byte"], trainer.prompt_text, sample, trainer.folder.path)
+
+
+def _evaluate_deployed(trainer: Trainer, metrics: MetricsLog, log: Log) -> dict[str, Any]:
+    """The field of the last record about the codes in final/; nothing without them."""
+    try:
+        deployed = trainer.deployed_evaluation()
+    except RuntimeError as error:
+        # MLX has not every quantised product on every device; the codes are written, and the run is whole.
+        message = f"deployed: final/ holds the codes, but MLX cannot compute with them here: {error}"
+        metrics.log("event", trainer.step, time=trainer.seconds, message=message)
+        log(message)
+        return {}
+    if deployed is None:
+        return {}
+    log(
+        f"deployed: the codes in final/ give a loss of {deployed['loss']:.6f} where the model in training gives "
+        f"{deployed['trained_loss']:.6f} (the first {deployed['tokens']:,} validation tokens)"
+    )
+    return {"deployed": deployed}
 
 
 def _restore(trainer: Trainer, changed: list[str]) -> list[str]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from forge_mlx.data.stream import Packing
 from forge_mlx.kernels.attention.blocked import BLOCK_BYTES
 from forge_mlx.kernels.linear_cross_entropy.chunks import chunk_rows
-from forge_mlx.models.gpt import GPTConfig
+from forge_mlx.models.decoder_config import DecoderConfig
+from forge_mlx.models.moe import MoEConfig
 from forge_mlx.optim import OptimConfig
 from forge_mlx.train.attention_path import takes_mlx
 from forge_mlx.train.device import DTYPES
@@ -22,6 +23,10 @@ _BACKWARD_HEADS = 11
 
 # How many arrays of the MLP's width the backward pass of the layer in hand takes; measured.
 _MLP_GRADIENTS = 2
+
+
+# How many arrays of a token's scores for all experts a router keeps, float32; measured.
+_ROUTER_ARRAYS = 4
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    model: GPTConfig,
+    model: DecoderConfig,
     optim: OptimConfig,
     parameters: int,
     batch_size: int,
@@ -61,6 +66,7 @@ def estimate_memory(
     accumulate: int = 1,
     device: mx.DeviceType = mx.cpu,
     packing: Packing = "concat",
+    fake_quant: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak of one training step.
 
@@ -78,13 +84,14 @@ def estimate_memory(
         accumulate: passes an update.
         device: where it runs.
         packing: how documents become rows.
+        fake_quant: whether weights are quantised in the forward pass, which keeps what it made of them.
     """
     size = DTYPES[dtype].size
     tokens = batch_size * seq_len
-    heads = model.num_heads * model.head_size
-    kv = model.kv_heads * model.head_size
-    widths = 4 * model.hidden_size + 2 * (heads + 2 * kv) + heads
-    widths += _MLP_ARRAYS[model.mlp] * model.mlp_size
+    qk_size, v_size = model.attention_sizes
+    heads = model.num_heads * v_size
+    kv = model.kv_heads * (qk_size + v_size)
+    widths = 4 * model.hidden_size + 2 * (model.num_heads * qk_size + kv) + heads
     if model.dropout:
         widths += 2 * model.hidden_size
     probabilities, blocks, in_hand = 0, 0, _MLP_GRADIENTS * model.mlp_size
@@ -94,7 +101,8 @@ def estimate_memory(
         blocks = _BLOCK_ARRAYS * min(BLOCK_BYTES[mx.cpu], 4 * tokens * model.num_heads * seq_len)
         widths += _LAYER_HEADS * heads
         in_hand += _BACKWARD_HEADS * heads
-    activations = tokens * (model.num_layers * (widths + probabilities) + in_hand) * size + blocks
+    per_token = model.num_layers * (widths + probabilities) + _feed_forward_widths(model) + in_hand
+    activations = tokens * per_token * size + blocks + (parameters * size if fake_quant else 0)
     vocabulary = model.vocab_size or 1
     chunk = chunk_rows(tokens, 4 * vocabulary, device)
     moments = 2 if optim.name == "adamw" else 1
@@ -105,3 +113,15 @@ def estimate_memory(
         activations=activations,
         logits=4 * vocabulary * ((3 if model.logit_softcap is None else 4) * chunk + 2 * model.hidden_size),
     )
+
+
+def _feed_forward_widths(model: DecoderConfig) -> int:
+    """How many elements a token the feed-forward halves of all layers keep."""
+    arrays = _MLP_ARRAYS[model.mlp]
+    if not isinstance(model, MoEConfig):
+        return model.num_layers * arrays * model.mlp_size
+    # A row for each expert of a token, going in and coming out.
+    routed = model.experts_per_token * (2 * model.hidden_size + arrays * model.expert_size)
+    shared = arrays * model.shared_experts * model.expert_size
+    sparse = routed + shared + _ROUTER_ARRAYS * model.num_experts
+    return model.dense_layers * arrays * model.mlp_size + (model.num_layers - model.dense_layers) * sparse

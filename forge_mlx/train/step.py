@@ -1,21 +1,24 @@
 """The compiled pieces of training: gradients of one batch, one update, one evaluation batch."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from forge_mlx.data.batch import Batch
 from forge_mlx.kernels.linear_cross_entropy import gradients_in_forward, linear_cross_entropy
 from forge_mlx.kernels.reductions import sum_squares
 from forge_mlx.nn.losses import cross_entropy
 from forge_mlx.nn.parameters import named_arrays
+from forge_mlx.nn.routing_record import RoutingRecord, routing_records
 from forge_mlx.optim import GroupedOptimizer
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+from mlx.utils import tree_map, tree_unflatten
 
 Tree = dict[str, Any]
 Arrays: TypeAlias = tuple[mx.array, mx.array, mx.array | None, mx.array | None, mx.array | None]
+Recorded: TypeAlias = tuple[mx.array, list[RoutingRecord]]
+"""The summed loss, and a record for each MoE layer."""
 
 
 class _Config(Protocol):
@@ -34,8 +37,20 @@ class HasHead(Protocol):
         """Map ``[B, T]`` to ``[B, T, C]``."""
 
     @property
+    def head_name(self) -> str:
+        """The name of the module that ``head_weight`` comes from."""
+
+    @property
     def head_weight(self) -> mx.array:
         """``[V, C]``."""
+
+
+@runtime_checkable
+class HasRoutingPenalty(Protocol):
+    """A model whose routers have losses of their own."""
+
+    def routing_penalty(self, records: Sequence[RoutingRecord]) -> mx.array:
+        """Their weighted sum, a mean over tokens, of what the MoE layers have recorded."""
 
 
 def batch_arrays(batch: Batch) -> Arrays:
@@ -89,8 +104,22 @@ def _trains_head(model: nn.Module) -> bool:
     """Whether the head's weight is trainable."""
     if not isinstance(model, HasHead):
         return False
-    weight = model.head_weight
-    return any(array is weight for _, array in named_arrays(model.trainable_parameters()))
+    return any(name == f"{model.head_name}.weight" for name, _ in named_arrays(model.trainable_parameters()))
+
+
+def frozen_parameters(model: nn.Module) -> Tree:
+    """The parameters that are not trainable, such as the selection biases of routers, as a tree.
+
+    A compiled function must be given them: what it only finds in the model stays what it was in the first call.
+    """
+    trainable = {name for name, _ in named_arrays(model.trainable_parameters())}
+    frozen = [(name, array) for name, array in named_arrays(model.parameters()) if name not in trainable]
+    return cast(Tree, tree_unflatten(frozen)) if frozen else {}
+
+
+def _sum(first: Recorded, second: Recorded) -> Recorded:
+    records = [RoutingRecord(*map(mx.add, *pair)) for pair in zip(first[1], second[1], strict=True)]
+    return first[0] + second[0], records
 
 
 def cast_floats(tree: Tree, dtype: mx.Dtype) -> Tree:
@@ -108,38 +137,58 @@ class TrainStep:
     """Gradients and updates of one model, compiled once for one batch shape.
 
     The weights are float32; the forward and backward pass run in ``dtype``. The gradient of an update is that of
-    the mean over all its targets that count, however many passes they came in.
+    the mean over all its targets that count, however many passes they came in. A model with routing penalties (MoE)
+    adds them to what is differentiated, each pass's in proportion to its targets; the loss that is reported is the
+    cross entropy alone.
 
     Args:
         model: maps tokens ``[B, T]`` to logits ``[B, T, V]``; its weights are read and written by ``update``.
         optimizer: initialised here on the model's trainable parameters.
         dtype: of the forward and backward pass.
         clip_norm: largest global norm of the gradient, or None.
+
+    Attributes:
+        routing: what the MoE layers recorded in the last call of ``gradients``, summed over its passes; empty for a
+            model without such layers.
     """
 
     def __init__(self, model: nn.Module, optimizer: GroupedOptimizer, dtype: mx.Dtype, clip_norm: float | None) -> None:
         self.model = model
         self.optimizer = optimizer
         self.dtype = dtype
+        self.routing: list[RoutingRecord] = []
         optimizer.init(model.trainable_parameters())
         mx.eval(model.parameters(), optimizer.state)
+        self._clip_norm = clip_norm
+        self.recompile()
+
+    def recompile(self) -> None:
+        """Trace the model anew with the next call, as after a change that is not in its parameters."""
+        model, optimizer, dtype = self.model, self.optimizer, self.dtype
         random_state = mx.random.state
         trains_head = _trains_head(model)
 
-        def loss_of(params: Tree, arrays: Arrays) -> mx.array:
+        def loss_of(params: Tree, frozen: Tree, arrays: Arrays, count: mx.array) -> tuple[mx.array, Recorded]:
+            model.update(frozen)
             model.update(cast_floats(params, dtype))
             # Every loss here is differentiated: its logits need not be computed twice.
-            with gradients_in_forward(weight=trains_head):
-                return summed_loss(model, *arrays)
+            with gradients_in_forward(weight=trains_head), routing_records() as records:
+                loss = summed_loss(model, *arrays)
+            if not isinstance(model, HasRoutingPenalty):
+                return loss, (loss, records)
+            return loss + count * model.routing_penalty(records), (loss, records)
 
         @partial(mx.compile, inputs=random_state, outputs=random_state)
-        def first_pass(params: Tree, arrays: Arrays) -> tuple[mx.array, Tree]:
-            return mx.value_and_grad(loss_of)(params, arrays)
+        def first_pass(params: Tree, frozen: Tree, arrays: Arrays, count: mx.array) -> tuple[Recorded, Tree]:
+            (_, recorded), grads = mx.value_and_grad(loss_of)(params, frozen, arrays, count)
+            return recorded, grads
 
         @partial(mx.compile, inputs=random_state, outputs=random_state)
-        def next_pass(params: Tree, arrays: Arrays, loss: mx.array, grads: Tree) -> tuple[mx.array, Tree]:
-            more_loss, more_grads = mx.value_and_grad(loss_of)(params, arrays)
-            return loss + more_loss, tree_map(mx.add, grads, more_grads)
+        def next_pass(
+            params: Tree, frozen: Tree, arrays: Arrays, count: mx.array, recorded: Recorded, grads: Tree
+        ) -> tuple[Recorded, Tree]:
+            (_, more), more_grads = mx.value_and_grad(loss_of)(params, frozen, arrays, count)
+            return _sum(recorded, more), tree_map(mx.add, grads, more_grads)
 
         @mx.compile
         def finish(loss: mx.array, grads: Tree, count: mx.array) -> tuple[mx.array, mx.array]:
@@ -150,7 +199,6 @@ class TrainStep:
             return optimizer.apply_gradients(grads, params, scale)
 
         self._first_pass, self._next_pass, self._finish, self._apply = first_pass, next_pass, finish, apply
-        self._clip_norm = clip_norm
 
     def gradients(self, batches: Iterable[Batch], seed: int) -> tuple[float, float, Tree, int]:
         """Mean loss, gradient norm, summed gradients and number of targets of some batches.
@@ -167,22 +215,29 @@ class TrainStep:
             targets, and the number of targets that count.
         """
         mx.random.seed(seed)
-        params = self.model.trainable_parameters()
+        params, frozen = self.model.trainable_parameters(), frozen_parameters(self.model)
         count = 0
-        loss = mx.array(0.0)
+        recorded: Recorded = (mx.array(0.0), [])
         grads: Tree = {}
         try:
             for index, batch in enumerate(batches):
-                arrays = batch_arrays(batch)
-                loss, grads = (
-                    self._next_pass(params, arrays, loss, grads) if index else self._first_pass(params, arrays)
+                arrays, size = batch_arrays(batch), batch.counted_targets().size
+                targets = mx.array(float(size))
+                recorded, grads = (
+                    self._next_pass(params, frozen, arrays, targets, recorded, grads)
+                    if index
+                    else self._first_pass(params, frozen, arrays, targets)
                 )
-                count += batch.counted_targets().size
+                count += size
                 # One pass at a time: otherwise the activations of all passes would be alive together.
-                mx.eval(loss, grads)
+                mx.eval(recorded, grads)
         finally:
             # Tracing leaves placeholders in the model; put the weights back.
             self.model.update(params)
+            self.model.update(frozen)
+        loss, records = recorded
+        # Compiling makes plain tuples of them.
+        self.routing = [RoutingRecord(*record) for record in records]
         mean, norm = self._finish(loss, grads, mx.array(float(count)))
         return float(mean), float(norm), grads, count
 
@@ -199,16 +254,21 @@ def make_evaluator(model: nn.Module, dtype: mx.Dtype) -> Callable[[Tree, Batch],
     """A compiled function ``(params, batch) -> summed loss`` in evaluation mode."""
 
     @mx.compile
-    def evaluate(params: Tree, arrays: Arrays) -> mx.array:
+    def evaluate(params: Tree, frozen: Tree, arrays: Arrays) -> mx.array:
+        model.update(frozen)
         model.update(cast_floats(params, dtype))
         return summed_loss(model, *arrays)
 
     def run(params: Tree, batch: Batch) -> mx.array:
+        frozen = frozen_parameters(model)
         model.eval()
-        loss = evaluate(params, batch_arrays(batch))
-        mx.eval(loss)
-        model.update(params)
-        model.train()
+        try:
+            loss = evaluate(params, frozen, batch_arrays(batch))
+            mx.eval(loss)
+        finally:
+            model.update(params)
+            model.update(frozen)
+            model.train()
         return loss
 
     return run

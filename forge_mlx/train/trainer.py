@@ -1,15 +1,19 @@
 """One run in memory: model, optimizer and data position; a step, an evaluation, a sample, a checkpoint."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 import math
 from pathlib import Path
 import time
+from typing import Any
 
 from forge_mlx.data.batch import Batch
 from forge_mlx.data.prepare import PreparedData
 from forge_mlx.data.stream import BatchStream, eval_batches, training_rows, validation_rows
 from forge_mlx.hub.native import save_model
 from forge_mlx.models.gpt import GPT
+from forge_mlx.models.moe import MoE
+from forge_mlx.models.qat import fake_quant_enabled, prepare_qat, set_fake_quant
+from forge_mlx.models.registry import build_model
 from forge_mlx.nn.parameters import named_arrays
 from forge_mlx.optim import build_optimizer, learning_rate_factor
 from forge_mlx.sampling import Sampler, generate_tokens
@@ -22,10 +26,12 @@ from forge_mlx.train.checkpoint import (
     save_checkpoint,
 )
 from forge_mlx.train.config import TrainConfig
+from forge_mlx.train.deploy import deployed_model, summed_logits_loss
 from forge_mlx.train.device import Placement
 from forge_mlx.train.folder import RunFolder
 from forge_mlx.train.nonfinite import describe_nonfinite, nonfinite_arrays
 from forge_mlx.train.outcome import NonFiniteLoss, TrainingStopped
+from forge_mlx.train.routing_log import RoutingWindow
 from forge_mlx.train.step import TrainStep, make_evaluator
 
 # A sample without a prompt starts behind an end token, as documents do. With few documents the model hardly ever saw
@@ -43,12 +49,19 @@ class Window:
         seconds: time in training steps, that of evaluations and checkpoints not counted.
         tokens: target tokens.
         bytes: UTF-8 bytes of their text.
+        routing: what the routers of an MoE model did.
     """
 
     nats: float = 0.0
     seconds: float = 0.0
     tokens: int = 0
     bytes: int = 0
+    routing: RoutingWindow = field(default_factory=RoutingWindow)
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> "Window":
+        """A window that a checkpoint has kept as dictionaries."""
+        return cls(**state | {"routing": RoutingWindow(**state.get("routing", {}))})
 
     @property
     def loss(self) -> float:
@@ -77,6 +90,7 @@ class Trainer:
         tokens: target tokens seen.
         window: sums since the last training record; the loop starts a new one with each record.
         saved_step: the step of the newest checkpoint, None without one.
+        fake_quant: whether the forward pass sees quantised weights now.
 
     Raises:
         ValueError: the data is shorter than a batch, or the sample's prompt leaves no room for a sample.
@@ -90,10 +104,11 @@ class Trainer:
         self.stream = BatchStream(self.rows, loop.batch_size, config.run.seed)
         self.valid_rows = validation_rows(data.valid, loop.seq_len, config.data.packing)
         self._prompt = self._checked_prompt()
-        self.model = GPT(config.model, seed=config.run.seed)
+        self.model = self._built()
         optimizer = build_optimizer(config.optim)
         self.step_function = TrainStep(self.model, optimizer, placement.dtype, config.optim.clip_norm)
         self.evaluate_batch = make_evaluator(self.model, placement.dtype)
+        self.fake_quant = False
         self.step = self.tokens = 0
         self.window = Window()
         self.saved_step: int | None = None
@@ -129,9 +144,11 @@ class Trainer:
         self.stream.load_state_dict(state.data)
         self.model.load_weights(list(checkpoint.weights.items()), strict=True)
         self.step_function.optimizer.load_flat_state(checkpoint.optimizer)
-        self.step, self.tokens, self.window = state.step, state.tokens, Window(**state.window)
+        self.step, self.tokens, self.window = state.step, state.tokens, Window.of_state(state.window)
         self._seconds_before, self._started = state.seconds, time.perf_counter()
         self.saved_step = state.step
+        # The log has said it already.
+        self.enter_phase()
 
     def save(self) -> Path:
         """Write a checkpoint.
@@ -175,6 +192,9 @@ class Trainer:
             )
         factor = learning_rate_factor(optim, self.step, loop.steps)
         self.step_function.update(grads, norm, count, factor)
+        if isinstance(self.model, MoE):
+            self.model.balance([record.load for record in self.step_function.routing])
+            self.window.routing.add(self.step_function.routing, self.model.config.experts_per_token)
         self.step += 1
         self.tokens += count
         self.window.nats += loss * count
@@ -182,6 +202,23 @@ class Trainer:
         self.window.bytes += sum(self._num_bytes(batch) for batch in batches)
         self.window.seconds += time.perf_counter() - began
         return norm, factor * optim.lr
+
+    def routing_fields(self) -> dict[str, Any]:
+        """What the window's record says of the MoE layers; nothing without any."""
+        if not isinstance(self.model, MoE):
+            return {}
+        return self.window.routing.fields(self.model.moe_layers, self.model.selection_biases)
+
+    def enter_phase(self) -> str | None:
+        """Switch fake quantisation on or off as the config says for the next step. Returns what is to be said of it."""
+        qat = self.config.qat
+        if qat is None or self.fake_quant == (wanted := fake_quant_enabled(qat, self.step)):
+            return None
+        self.fake_quant = wanted
+        set_fake_quant(self.model, wanted)
+        self.step_function.recompile()
+        self.evaluate_batch = make_evaluator(self.model, self.placement.dtype)
+        return f"fake quantisation {'begins' if wanted else 'ends'} behind step {self.step}"
 
     def evaluate(self, max_tokens: int | None) -> dict[str, float]:
         """Validation loss (nats a token), bits per byte and the number of targets, over fixed rows."""
@@ -218,8 +255,25 @@ class Trainer:
         finally:
             self.model.train()
 
+    def deployed_evaluation(self) -> dict[str, Any] | None:
+        """The loss of the model as it is deployed, its weights held as codes, beside that of the model in training.
+
+        Over one batch: MLX's quantised products are slow on a CPU, and what is compared is the same model twice.
+
+        Returns:
+            ``loss``, ``trained_loss`` (nats a token) and ``tokens``; None unless fake quantisation is on.
+        """
+        if not self.fake_quant:
+            return None
+        loop = self.config.train
+        batch = next(iter(eval_batches(self.valid_rows, loop.batch_size, loop.batch_size * loop.seq_len)))
+        tokens = batch.counted_targets().size
+        trained = float(self.evaluate_batch(self.model.trainable_parameters(), batch))
+        deployed = summed_logits_loss(deployed_model(self.config, self.model, self.placement.dtype), batch)
+        return {"loss": deployed / tokens, "trained_loss": trained / tokens, "tokens": tokens}
+
     def save_final(self) -> None:
-        """Write the final model folder, whole or not at all.
+        """Write the final model folder, whole or not at all; quantised where fake quantisation is on.
 
         Raises:
             TrainingStopped: it cannot be written.
@@ -228,10 +282,20 @@ class Trainer:
         try:
             remove_unfinished(self.folder.path)
             temporary.mkdir()
-            save_model(temporary, self.model, self.data.tokenizer, texts_begin_with_end=self._end_first)
+            model = self.model
+            if self.fake_quant:
+                model = deployed_model(self.config, model, self.placement.dtype)
+            save_model(temporary, model, self.data.tokenizer, texts_begin_with_end=self._end_first)
             install_folder(temporary, self.folder.final)
         except (OSError, RuntimeError) as error:
             raise TrainingStopped(f"the final model could not be written: {error}.") from error
+
+    def _built(self) -> GPT:
+        """The model, float at first."""
+        model = build_model(self.config.model, seed=self.config.run.seed)
+        if self.config.qat is not None:
+            set_fake_quant(prepare_qat(model, self.config.qat), False)
+        return model
 
     def _num_bytes(self, batch: Batch) -> int:
         """UTF-8 bytes of the targets that count."""

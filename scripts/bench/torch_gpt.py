@@ -126,10 +126,24 @@ class TokenShift(nn.Module):
 
 
 class TorchGPT(nn.Module):
-    """The decoder; its state dict has forge_mlx's names. No dropout."""
+    """The decoder; its state dict has forge_mlx's names. No dropout.
+
+    Args:
+        config: The shape; vocab_size must be set.
+
+    Raises:
+        ValueError: When the config is of another architecture or has a joint norm of q and k.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        if not isinstance(config, GPTConfig):
+            raise ValueError(
+                f"[TorchGPT] config must be a GPTConfig but got a {type(config).__name__}. Measure a config with "
+                "arch: gpt."
+            )
+        if config.qk_norm == "joint":
+            raise ValueError("[TorchGPT] qk_norm must be true or false but got joint. Measure a config without it.")
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size or 0, config.hidden_size)
         if config.position == "learned":

@@ -229,3 +229,24 @@ def test_the_rate_factor_acts_on_every_groups_own_peak():
     optimizer.set_rate_factor(0.5)
     optimizer.set_rate_factor(0.25)
     assert [float(o.learning_rate) for o in optimizer.optimizers] == pytest.approx([0.005, 0.00025, 0.00025])
+
+
+@pytest.mark.parametrize("expert_lr", [None, 0.004])
+def test_muon_orthogonalises_each_expert_by_itself_at_a_rate_of_its_own(expert_lr):
+    config = OptimConfig(name="muon", weight_decay=1.5, muon_expert_lr=expert_lr)
+    draw = np.random.default_rng(7)
+    experts, router = "layers.0.mlp.experts.up_proj.weight", "layers.0.mlp.router.weight"
+    params = {
+        experts: draw.standard_normal((3, 6, 4)).astype(np.float32),
+        router: draw.standard_normal((3, 4)).astype(np.float32),
+    }
+    found, _ = run(config, params, factor=falling)
+    weight, momentum = params[experts].astype(np.float64), np.zeros((3, 6, 4))
+    for step in range(STEPS):
+        grad = gradients(params, step)[experts].astype(np.float64)
+        rate, mu = (expert_lr or config.muon_lr) * falling(step), config.muon_momentum
+        momentum = mu * momentum + (1 - mu) * grad
+        direction = [newton_schulz(m, config.muon_steps) for m in (1 - mu) * grad + mu * momentum]
+        weight = weight * (1 - rate * config.weight_decay) - rate * (6 / 4) ** 0.5 * np.stack(direction)
+    for name, want in ((experts, weight), (router, numpy_muon(config, params, router, falling))):
+        assert np.abs(found[name] - want).max() < 1e-4 * np.abs(want).max(), name

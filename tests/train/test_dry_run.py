@@ -94,7 +94,9 @@ def test_shipped_config_is_described_without_allocating_its_weights(path):
     assert mx.get_peak_memory() - before < 2**20
     parameters = int(text.split("parameters:    ")[1].split(" ")[0].replace(",", ""))
     small = (1.5e6, 2e6)
-    bounds = {"quickstart": small, "packed-quickstart": small, "gpt2-124m": (124e6, 125e6)}.get(path.stem, (25e6, 40e6))
+    known = dict.fromkeys(("quickstart", "packed-quickstart", "qat_quickstart"), small)
+    known |= {"moe_quickstart": (5e6, 6e6), "gpt2-124m": (124e6, 125e6)}
+    bounds = known.get(path.stem, (25e6, 40e6))
     assert bounds[0] < parameters < bounds[1]
 
 

@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 from forge_mlx.train import charts
+from forge_mlx.train.figures import fact_text
 from forge_mlx.train.metrics import MetricsLog
-from forge_mlx.train.report import _fact_text, load_run, main, write_loss_plot, write_report
+from forge_mlx.train.report import load_run, main, write_loss_plot, write_report
 from matplotlib.image import imread
 import numpy as np
 import pytest
@@ -272,7 +273,7 @@ def test_later_setup_facts_replace_earlier_ones(run_dir):
 
 
 def test_facts_read_as_text_and_not_as_python():
-    assert [_fact_text(value) for value in (True, False, ["a.py", "b.py"], [], 12345, 0.123456, None)] == [
+    assert [fact_text(value) for value in (True, False, ["a.py", "b.py"], [], 12345, 0.123456, None)] == [
         "yes",
         "no",
         "a.py, b.py",
@@ -281,3 +282,79 @@ def test_facts_read_as_text_and_not_as_python():
         "0.1235",
         "None",
     ]
+
+
+QAT = {
+    "mode": "affine",
+    "activations": "int8",
+    "bits": 4,
+    "group_size": 64,
+    "start_step": 40,
+    "end_step": None,
+    "modules": 72,
+}
+DEPLOYED = {"loss": 2.250012, "trained_loss": 2.250001, "tokens": 4096}
+
+
+def _write_qat_run(folder, deployed=DEPLOYED, **changes):
+    _write_run(folder)
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        log.log("setup", 0, time=0.0, qat=QAT | changes)
+        log.log("event", 40, time=1.0, message="fake quantisation begins behind step 40")
+        log.log("eval", 30, time=0.0, loss=2.5, bits_per_byte=2.1, tokens=500, final=False, fake_quant=False)
+        fields = {"fake_quant": True} | ({"deployed": deployed} if deployed else {})
+        log.log("eval", 100, time=0.0, loss=2.25, bits_per_byte=2.0, tokens=500, final=True, **fields)
+    return folder
+
+
+def test_quantised_run_shows_what_it_reached_float_quantised_and_deployed(tmp_path):
+    text = _page(_write_qat_run(tmp_path / "run")).text
+    for figure in (
+        "finished after 100 steps",
+        "validation loss 2.2500 final",
+        "fake quantisation affine 4 bits, groups of 64, 72 modules, int8 activations, after step 40",
+        "validation loss, float 2.5000 at step 30",
+        "validation loss, fake-quantised 2.2500 final",
+        "loss as deployed 2.250012 in training 2.250001 (+1.1e-05) on the same text, 4,096 tokens",
+        "qat / group size 64",
+    ):
+        assert figure in text
+
+
+def test_the_step_where_quantisation_begins_is_marked_in_both_loss_charts(tmp_path):
+    folder = _write_qat_run(tmp_path / "run", end_step=80)
+    page = _page(folder)
+    turns = [item for tag, item in page.tags if tag == "u" and item.get("class", "").startswith("turn")]
+    assert [(item["class"], item["style"]) for item in turns] == [
+        ("turn", "left: 40.00%"),
+        ("turn late", "left: 80.00%"),
+    ] * 2
+    assert page.text.count("quantised after step 40") == page.text.count("float after step 80") == 2
+    # The event's own mark is left in the other four charts only; that of step 50 in all six.
+    assert [item["class"] for tag, item in page.tags if tag == "path"].count("mark") == 6 + 4
+    pixels = np.round(255 * imread(write_loss_plot(load_run(folder)))[..., :3]).astype(int).reshape(-1, 3)
+    assert (pixels == (0x1A, 0x7F, 0x4B)).all(axis=1).sum() > 800
+
+
+@pytest.mark.parametrize(
+    ("changes", "remark"),
+    [
+        ({"start_step": 0}, "from the first step"),
+        ({"start_step": 200}, "after step 200"),
+        (
+            {"start_step": None, "bits": None, "group_size": None, "modules": ["*"]},
+            "quantisation affine int8 activations validation loss",
+        ),
+    ],
+)
+def test_a_step_that_is_the_first_or_still_to_come_is_no_turn(tmp_path, changes, remark):
+    page = _page(_write_qat_run(tmp_path / "run", deployed=None, **changes))
+    assert "loss as deployed n/a the model has not been converted" in page.text
+    assert remark in page.text
+    assert not any(item.get("class", "").startswith("turn") for tag, item in page.tags if tag == "u")
+
+
+@pytest.mark.parametrize("deployed", [{"loss": math.nan, "trained_loss": 2.0}, {}, {"loss": None}, 3.0])
+def test_any_deployed_loss_has_a_report(tmp_path, deployed):
+    text = _page(_write_qat_run(tmp_path / "run", deployed=deployed)).text
+    assert re.search("loss as deployed (nan the converted model|n/a the)", text)

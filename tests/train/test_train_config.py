@@ -246,10 +246,10 @@ def test_a_combination_inside_a_section_names_the_section_and_the_line():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "c.yaml: must hold the sections run, model, data, train, optim but is empty."),
-        ("# nothing\n", "c.yaml: must hold the sections run, model, data, train, optim but is empty."),
-        ("- a\n", 'c.yaml: must hold the sections run, model, data, train, optim but holds ["a"].'),
-        ("a\n", 'c.yaml: must hold the sections run, model, data, train, optim but holds "a".'),
+        ("", "c.yaml: must hold the sections run, model, data, train, optim, qat but is empty."),
+        ("# nothing\n", "c.yaml: must hold the sections run, model, data, train, optim, qat but is empty."),
+        ("- a\n", 'c.yaml: must hold the sections run, model, data, train, optim, qat but holds ["a"].'),
+        ("a\n", 'c.yaml: must hold the sections run, model, data, train, optim, qat but holds "a".'),
         (
             "run:\n\tdir: x\n",
             "c.yaml:2: not valid YAML: found character '\\t' that cannot start any token. "

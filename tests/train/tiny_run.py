@@ -50,7 +50,7 @@ def tiny_values(folder: Path, **changes: Any) -> dict[str, Any]:
     }
     for name, value in changes.items():
         section, key = name.split("__")
-        values[section][key] = value
+        values.setdefault(section, {})[key] = value
     return values
 
 

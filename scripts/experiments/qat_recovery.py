@@ -1,0 +1,103 @@
+"""How much of what quantisation loses does quantisation-aware training bring back?
+
+Trains quickstart.yaml in float and, for each format, once more with fake quantisation from half of the steps on, for
+several seeds; quantises the float models after training in the same formats; and prints validation losses.
+recovered = (after training - QAT) / (after training - float).
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+from forge_mlx.data.prepare import prepare
+from forge_mlx.data.stream import eval_batches, validation_rows
+from forge_mlx.hub.native import load_model
+from forge_mlx.kernels import fake_quant
+from forge_mlx.models.gpt import GPT
+from forge_mlx.nn.parameters import named_arrays
+from forge_mlx.train.load import load_config
+from forge_mlx.train.step import make_evaluator
+import mlx.core as mx
+from mlx.utils import tree_unflatten
+from runs import Task, final_loss, spread, train_all
+
+Rounding = Callable[[mx.array], mx.array]
+
+
+def affine(bits: int) -> Rounding:
+    """MLX's own quantisation in groups of 64, there and back."""
+
+    def there_and_back(weight: mx.array) -> mx.array:
+        return mx.dequantize(*mx.quantize(weight, group_size=64, bits=bits), group_size=64, bits=bits)
+
+    return there_and_back
+
+
+FORMATS: dict[str, tuple[tuple[str, ...], Rounding]] = {
+    "4 bits": (("qat.weights=affine", "qat.bits=4"), affine(4)),
+    "3 bits": (("qat.weights=affine", "qat.bits=3"), affine(3)),
+    "2 bits": (("qat.weights=affine", "qat.bits=2"), affine(2)),
+    "ternary": (("qat.weights=ternary",), lambda weight: fake_quant(weight, "ternary", impl="reference")),
+}
+
+
+def quantised_after_training(model: GPT, rounding: Rounding) -> None:
+    """Round the layers' matrices, and the embedding table to 8 bits, as the QAT runs have them."""
+    changed = []
+    # MLX's back ends quantise differently; the CPU's way is that of the QAT runs.
+    with mx.stream(mx.cpu):
+        for name, array in named_arrays(model.parameters()):
+            if name == "embed_tokens.weight":
+                changed.append((name, affine(8)(array)))
+            elif array.ndim == 2:
+                changed.append((name, rounding(array)))
+        mx.eval(changed)
+    model.update(tree_unflatten(changed))
+
+
+def validation_loss(folder: Path, rounding: Rounding) -> float:
+    """Of the run's final model, quantised now, over the rows of the run's own last evaluation."""
+    config = load_config(folder / "config.yaml")
+    model, _ = load_model(folder / "final")
+    quantised_after_training(model, rounding)
+    data = prepare(config.data, log=lambda _: None)
+    rows = validation_rows(data.valid, config.train.seq_len, config.data.packing)
+    evaluate = make_evaluator(model, {"float32": mx.float32, "bfloat16": mx.bfloat16}[config.run.dtype])
+    nats, tokens = 0.0, 0
+    for batch in eval_batches(rows, config.train.batch_size, config.train.final_eval_tokens):
+        nats += float(evaluate(model.trainable_parameters(), batch))
+        tokens += batch.counted_targets().size
+    return nats / tokens
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=Path("runs/qat-recovery"), help="where the runs are kept")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each run")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--start", type=float, default=0.5, help="share of the steps before fake quantisation begins")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
+    options = parser.parse_args()
+    seeds = range(options.seeds)
+    tasks = []
+    for seed in seeds:
+        shared = (f"run.seed={seed}", *options.overrides)
+        tasks.append(Task(f"float-{seed}", "quickstart.yaml", shared))
+        for name, (settings, _) in FORMATS.items():
+            start = round(options.start * 440)
+            qat = (*settings, f"qat.start_step={start}", "qat.overrides={embed_tokens: {weights: affine, bits: 8}}")
+            tasks.append(Task(f"{name.replace(' ', '-')}-{seed}", "quickstart.yaml", (*shared, *qat)))
+    folders = train_all(tasks, options.runs, options.jobs)
+    full = [final_loss(folders[f"float-{seed}"]) for seed in seeds]
+    print(f"float: {spread(full)}")
+    for name, (_, rounding) in FORMATS.items():
+        after = [validation_loss(folders[f"float-{seed}"], rounding) for seed in seeds]
+        trained = [final_loss(folders[f"{name.replace(' ', '-')}-{seed}"]) for seed in seeds]
+        recovered = (mean(after) - mean(trained)) / (mean(after) - mean(full))
+        print(f"{name}: after training {spread(after)}, QAT {spread(trained)}, recovered {recovered:.2f}")
+
+
+if __name__ == "__main__":
+    main()
