@@ -59,7 +59,6 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
         loop.accumulate,
         placement.device.type,
         config.data.packing,
-        config.qat is not None,
     )
     parts = [f"{name} {size(num_bytes)}" for name, num_bytes in asdict(memory).items()]
     passes = f"{loop.accumulate} pass{'' if loop.accumulate == 1 else 'es'}"

@@ -66,7 +66,6 @@ def estimate_memory(
     accumulate: int = 1,
     device: mx.DeviceType = mx.cpu,
     packing: Packing = "concat",
-    fake_quant: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak of one training step.
 
@@ -84,7 +83,6 @@ def estimate_memory(
         accumulate: passes an update.
         device: where it runs.
         packing: how documents become rows.
-        fake_quant: whether weights are quantised in the forward pass, which keeps what it made of them.
     """
     size = DTYPES[dtype].size
     tokens = batch_size * seq_len
@@ -102,7 +100,7 @@ def estimate_memory(
         widths += _LAYER_HEADS * heads
         in_hand += _BACKWARD_HEADS * heads
     per_token = model.num_layers * (widths + probabilities) + _feed_forward_widths(model) + in_hand
-    activations = tokens * per_token * size + blocks + (parameters * size if fake_quant else 0)
+    activations = tokens * per_token * size + blocks
     vocabulary = model.vocab_size or 1
     chunk = chunk_rows(tokens, 4 * vocabulary, device)
     moments = 2 if optim.name == "adamw" else 1

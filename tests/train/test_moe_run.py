@@ -158,7 +158,8 @@ def test_run_without_bias_or_experts_says_so(tmp_path: Path) -> None:
     assert "moe" not in records(tmp_path / "gpt", "train")[0]
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw"), pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_killed_run_of_an_moe_ends_like_one_that_never_was(tmp_path: Path, optimizer: str) -> None:
     cache = tmp_path / "cache"
     (tmp_path / "whole").mkdir()

@@ -64,7 +64,8 @@ def test_it_ends_where_the_config_says_and_the_final_model_is_float(tmp_path: Pa
     assert mx.load(str(run / "final/model.safetensors"))["layers.0.mlp.up_proj.weight"].dtype == mx.float32
 
 
-@pytest.mark.parametrize("call", [3, pytest.param(6, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [3, 6, 8])
 def test_killed_run_ends_like_one_that_never_was(tmp_path: Path, call: int) -> None:
     cache = tmp_path / "cache"
     for name in ("whole", "broken"):
