@@ -15,8 +15,8 @@ from forge_mlx.nn.kv_cache import KVCache
 from forge_mlx.nn.linear import Linear
 from forge_mlx.nn.mlp import MLP, GatedMLP
 from forge_mlx.nn.norms import LayerNorm, RMSNorm
-from forge_mlx.nn.parameters import count_elements, named_arrays
-from forge_mlx.nn.quantized import Coded
+from forge_mlx.nn.parameters import named_arrays
+from forge_mlx.nn.quantized import Coded, named_shapes
 from forge_mlx.nn.token_shift import LastToken, TokenShift
 import mlx.core as mx
 import mlx.nn as nn
@@ -270,14 +270,14 @@ class GPT(nn.Module):
         return [*(KVCache() for _ in self.layers), *shift]
 
     def num_parameters(self, *, embeddings: bool = True) -> int:
-        """Number of parameters, a tied head counted once.
+        """Number of parameters, a tied head counted once; of layers of codes, of the weight that they stand for.
 
         Args:
             embeddings: Whether the embedding tables and an untied head count; without them it is the number
                 that scaling laws call non-embedding.
         """
-        total = count_elements(self.parameters())
-        return total if embeddings else total - sum(count_elements(m.parameters()) for m in self._tables())
+        total = _count(self)
+        return total if embeddings else total - sum(map(_count, self._tables()))
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations of training on one token, forward and backward.
@@ -294,8 +294,8 @@ class GPT(nn.Module):
             seq_len: Length T of the training sequences: with documents packed into rows, of a document.
         """
         config = self.config
-        matrices = sum(self._used_elements(name, p) for name, p in self._block_parameters() if p.ndim >= 2)
-        matrices += self.head_weight.size
+        matrices = sum(self._used_elements(name, shape) for name, shape in self._block_parameters() if len(shape) >= 2)
+        matrices += config.hidden_size * cast(int, config.vocab_size)
         window = min(config.sliding_window or seq_len, seq_len)
         # Twice the keys that all tokens of a sequence see.
         keys = window * (2 * seq_len - window + 1)
@@ -306,13 +306,13 @@ class GPT(nn.Module):
         """The block of one place, 0 to num_layers - 1."""
         return Block(self.config, attention_of(self.config), mlp_of(self.config, self.config.mlp_size))
 
-    def _block_parameters(self) -> list[tuple[str, mx.array]]:
-        """The parameters of all blocks with their names in the model."""
-        return named_arrays({"layers": [layer.parameters() for layer in self.layers]})
+    def _block_parameters(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The shapes of all blocks' parameters with their names in the model."""
+        return [(name, shape) for name, shape in named_shapes(self) if name.startswith("layers.")]
 
-    def _used_elements(self, _name: str, parameter: mx.array) -> int:
+    def _used_elements(self, _name: str, shape: tuple[int, ...]) -> int:
         """How many elements of a block's parameter one token meets."""
-        return parameter.size
+        return math.prod(shape)
 
     def _check_tokens(self, tokens: mx.array, cache: list[Cache] | None, documents: dict[str, mx.array | None]) -> None:
         """Raise unless tokens, and what says which documents they are of, fit together."""
@@ -360,6 +360,10 @@ class GPT(nn.Module):
                 "Shorten the sequence, or train with a larger max_seq_len or with position: rope."
             )
         return self.embed_positions(mx.arange(offset, offset + length))
+
+
+def _count(model: nn.Module) -> int:
+    return sum(math.prod(shape) for _, shape in named_shapes(model))
 
 
 def _norm(config: DecoderConfig) -> RMSNorm | LayerNorm:

@@ -1,13 +1,13 @@
 """The decoder of gpt.py with mixtures of experts: Mixtral, OLMoE, Qwen3-MoE and DeepSeek-V3, as the config says."""
 
 from collections.abc import Iterable, Sequence
+import math
 from typing import ClassVar, Literal
 
 from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.gpt import GPT, Block, attention_of, mlp_of
 from forge_mlx.models.latent_config import LatentConfig, latent_attention_of
 from forge_mlx.nn.moe import Experts, MoELayer, routers, update_selection_bias
-from forge_mlx.nn.parameters import count_elements
 from forge_mlx.nn.router import Router, impossible_choice
 from forge_mlx.nn.routing_record import RoutingRecord, routing_penalty
 import mlx.core as mx
@@ -69,13 +69,19 @@ class MoEConfig(LatentConfig):
 
     @model_validator(mode="after")
     def _check_choice(self) -> "MoEConfig":
-        problem = impossible_choice(self.num_experts, self.experts_per_token, self.expert_groups, self.groups_per_token)
+        problem = impossible_choice(
+            self.num_experts,
+            self.experts_per_token,
+            self.expert_groups,
+            self.groups_per_token,
+            groups_name="expert_groups",
+        )
         if problem is not None:
             raise ValueError(problem)
         if self.experts_per_token == 1 and self.normalize_gates:
             raise ValueError(
-                "normalize_gates must be false with experts_per_token: 1 but got true: the one gate would always be 1, "
-                "and the router would learn nothing from the loss. Set it to false."
+                "normalize_gates must be false with experts_per_token: 1 but got true, which is its default: the one "
+                "gate would always be 1, and the router would learn nothing from the loss. Set it to false."
             )
         if self.bias_rate > 0 and not self.selection_bias:
             raise ValueError(
@@ -147,9 +153,6 @@ class MoE(GPT):
     config_type: ClassVar[type[DecoderConfig]] = MoEConfig
     config: MoEConfig
 
-    def __init__(self, config: DecoderConfig, *, seed: int = 0) -> None:
-        super().__init__(config, seed=seed)
-
     @property
     def moe_layers(self) -> list[int]:
         """Indices of the blocks with experts."""
@@ -199,11 +202,12 @@ class MoE(GPT):
     def num_active_parameters(self, *, embeddings: bool = True) -> int:
         """Number of parameters that one token meets: of the experts' k / E, of all else everything.
 
+        Of layers of codes the weight that they stand for counts.
+
         Args:
             embeddings: As `num_parameters` takes it.
         """
-        blocks = self._block_parameters()
-        idle = count_elements(dict(blocks)) - sum(self._used_elements(name, array) for name, array in blocks)
+        idle = sum(math.prod(shape) - self._used_elements(name, shape) for name, shape in self._block_parameters())
         return self.num_parameters(embeddings=embeddings) - idle
 
     def _block(self, index: int) -> Block:
@@ -226,7 +230,8 @@ class MoE(GPT):
         shared = mlp_of(config, config.shared_experts * config.expert_size) if config.shared_experts else None
         return SparseBlock(config, attention, MoELayer(router, experts, shared))
 
-    def _used_elements(self, name: str, parameter: mx.array) -> int:
+    def _used_elements(self, name: str, shape: tuple[int, ...]) -> int:
+        size = math.prod(shape)
         if ".mlp.experts." not in name:
-            return parameter.size
-        return parameter.size // self.config.num_experts * self.config.experts_per_token
+            return size
+        return size // self.config.num_experts * self.config.experts_per_token

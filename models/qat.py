@@ -24,6 +24,7 @@ from forge_mlx.nn.fake_quant import (
     columns_multiple,
 )
 from forge_mlx.nn.linear import Linear
+from forge_mlx.nn.quantized import Coded
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map, tree_unflatten
@@ -47,6 +48,8 @@ _PREPARED: Final[dict[type[nn.Module], type[FakeQuantized]]] = {
     Embedding: FakeQuantEmbedding,
     ExpertLinear: FakeQuantExpertLinear,
 }
+# Those of `mlx.nn.quantize` too.
+_HOLD_CODES: Final = (Coded, nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -68,14 +71,12 @@ def prepare_qat(model: AnyModule, config: QATConfig) -> AnyModule:
         The model.
 
     Raises:
-        ValueError: When the model is prepared already, a pattern fits no module that can be quantised, a layer in two
-            places would be quantised in two ways, or the shapes of weights do not fit their formats; these are all
-            named, and nothing is changed.
+        ValueError: When the model is prepared or holds codes already, or has nothing to quantise; when a pattern fits
+            no module that can be quantised or has no effect, nothing is left to quantise, a layer in two places would
+            be quantised in two ways, or the shapes of weights do not fit their formats; these are all named, and
+            nothing is changed.
     """
-    if is_prepared(model):
-        raise ValueError(
-            "[prepare_qat] model must be without fake quantisation but is prepared already. Prepare it once."
-        )
+    _check_arguments(model, config)
     chosen = _chosen(model, config)
     _check_shared(model, chosen)
     _check_shapes(chosen)
@@ -178,14 +179,45 @@ def prepared_layers(model: nn.Module) -> list[tuple[str, FakeQuantized]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, FakeQuantized)]
 
 
+def _check_arguments(model: nn.Module, config: object) -> None:
+    """Raise unless the config is one, and the model holds layers that can be replaced."""
+    if not isinstance(config, QATConfig):
+        raise ValueError(
+            f"[prepare_qat] config must be a QATConfig but got a {type(config).__name__}. Write QATConfig(bits=4), for "
+            "one."
+        )
+    if is_prepared(model):
+        raise ValueError(
+            "[prepare_qat] model must be without fake quantisation but is prepared already. Prepare it once."
+        )
+    found = sorted(name for name, module in model.named_modules() if isinstance(module, _HOLD_CODES))
+    if found:
+        raise ValueError(
+            f"[prepare_qat] model must hold floats but {found[0] or 'it'} holds codes: it is converted already. "
+            "Prepare the model that they were made of."
+        )
+    if type(model) in _PREPARED:
+        raise ValueError(
+            f"[prepare_qat] model must be a module that holds the layers to quantise, which are replaced in it, but is "
+            f"itself a {type(model).__name__}. Put it into one, such as nn.Sequential(layer)."
+        )
+    if not any(type(module) in _PREPARED for module in model.modules()):
+        raise ValueError(
+            f"[prepare_qat] model must have linear layers, embeddings or experts to quantise but the "
+            f"{type(model).__name__} has none. Layers of classes that derive from these do not count."
+        )
+
+
 def _chosen(model: nn.Module, config: QATConfig) -> dict[str, tuple[nn.Module, LayerQuantization]]:
     """Each layer to quantise by its name, with the last override that fits."""
     modules = {name: module for name, module in sorted(model.named_modules()) if name}
     names = [name for name, module in modules.items() if type(module) in _PREPARED]
     picked = {name for pattern in config.modules for name in _matches(pattern, "modules", names, modules)}
     last: dict[str, QATOverride | None] = dict.fromkeys(picked, QATOverride())
+    decided_by: dict[str, str] = {}
     for pattern, override in config.overrides.items():
         found = _matches(pattern, "overrides", [name for name in names if name in picked], modules)
+        decided_by.update(dict.fromkeys(found, pattern))
         if (
             override is not None
             and override.activations == "int8"
@@ -196,13 +228,34 @@ def _chosen(model: nn.Module, config: QATConfig) -> dict[str, tuple[nn.Module, L
                 "head or embeddings, whose input stays float, but got int8. Remove it."
             )
         last.update(dict.fromkeys(found, override))
+    covered = [pattern for pattern in config.overrides if pattern not in decided_by.values()]
+    if covered:
+        raise ValueError(
+            f"[prepare_qat] overrides: a pattern must decide about a layer but all that {covered[0]!r} fits are fitted "
+            "by later ones, and the last counts. Move it behind them or remove it."
+        )
     chosen = {}
     for name, override in sorted(last.items()):
         if override is not None:
             how = config.merged(override)
             kept = _keeps_input(model, name, modules[name])
             chosen[name] = modules[name], replace(how, activations=None) if kept else how
+    _check_effect(chosen, config)
     return chosen
+
+
+def _check_effect(chosen: dict[str, tuple[nn.Module, LayerQuantization]], config: QATConfig) -> None:
+    """Raise where nothing would be quantised of what the config asks for."""
+    if not chosen:
+        raise ValueError(
+            "[prepare_qat] overrides: a layer must be left to quantise but null fits all that `modules` chooses: the "
+            "model would stay float. Remove an override, or train without quantisation."
+        )
+    if config.activations is not None and all(how.activations is None for _, how in chosen.values()):
+        raise ValueError(
+            f"[prepare_qat] activations must be null where the inputs of all quantised layers stay float, as those of "
+            f"embeddings and of the output head do, but got {config.activations}. Set it to null or quantise others."
+        )
 
 
 def _matches(pattern: str, key: str, names: list[str], modules: dict[str, nn.Module]) -> list[str]:
@@ -254,7 +307,8 @@ def _check_shapes(chosen: dict[str, tuple[nn.Module, LayerQuantization]]) -> Non
     if problems:
         raise ValueError(
             "[prepare_qat] the last axis of a weight must be whole groups and words of codes but is not in "
-            f"{', '.join(problems)}. Change the shape or the group size, or leave these out by overrides: null."
+            f"{', '.join(problems)}. Change the shape or the group size, or leave these out by overrides: "
+            "{NAME: null}."
         )
 
 

@@ -1,7 +1,7 @@
 """What quantisation-aware training quantises, how, and from which step to which."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from forge_mlx._config import Section
 from forge_mlx.kernels.quantize.options import Granularity, Mode, Options, Ste, checked_options
@@ -13,6 +13,7 @@ _GROUP_SIZE = "Neighbours in a row that share a scale: affine 32, 64 or 128; nul
 _GRANULARITY = (
     "What shares a scale in ternary and fp8_e4m3: a row or a matrix; null: tensor in ternary, row in fp8_e4m3."
 )
+_OPTIONS: Final = ("bits", "group_size", "granularity")
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,10 @@ class QATConfig(Section):
 
     @model_validator(mode="after")
     def _check_formats(self) -> "QATConfig":
-        problems = []
-        chosen = {"weights": None, **{f"overrides.{pattern}": override for pattern, override in self.overrides.items()}}
-        for key, override in chosen.items():
-            try:
-                self.merged(override)
-            except ValueError as error:
-                # The key instead of the op's name in front.
-                problems.append(f"{key}: {str(error).partition('] ')[2]}")
+        problems = _option_problems("", self.weights, self)
+        for pattern, override in self.overrides.items():
+            if override is not None:
+                problems += _option_problems(f"overrides.{pattern}.", override.weights or self.weights, override)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -113,11 +110,23 @@ class QATConfig(Section):
         """
         override = override or QATOverride()
         mode = override.weights or self.weights
-        names = ("bits", "group_size", "granularity")
-        chosen = {name: getattr(override, name) for name in names}
+        chosen = {name: getattr(override, name) for name in _OPTIONS}
         if mode == self.weights:
             chosen = {name: getattr(self, name) if value is None else value for name, value in chosen.items()}
         activations = override.activations or self.activations
         return LayerQuantization(
             checked_options("QATConfig", mode, **chosen), self.ste, None if activations == "float" else activations
         )
+
+
+def _option_problems(prefix: str, mode: Mode, chosen: QATConfig | QATOverride) -> list[str]:
+    """A line for each option of a mode that is wrong where it stands, by its key."""
+    problems = []
+    for name in _OPTIONS:
+        try:
+            checked_options("QATConfig", mode, **dict.fromkeys(_OPTIONS) | {name: getattr(chosen, name)})
+        except ValueError as error:
+            rule = str(error).partition("] ")[2]
+            # The key in front, instead of the op's name.
+            problems.append(f"{prefix}{rule}" if rule.startswith(f"{name} ") else f"{prefix}{name}: {rule}")
+    return problems

@@ -43,7 +43,9 @@ RUNS = {
         "qat": {**QAT, "start_step": 3},
     },
 }
-SLOW = [pytest.mark.slow]
+# Each is a training run of its own.
+EVERY_RUN = [name if name in ("moe", "qat") else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+IN_FLOAT32 = EVERY_RUN[:-1]
 # Which of the two checkpoints, of steps 2 and 4, is quantised.
 QUANTISED = {
     "moe": (False, False),
@@ -110,7 +112,7 @@ def is_quantised(model):
     return isinstance(model.layers[0].self_attn.q_proj, nn.QuantizedLinear)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW * ("bfloat16" in name)) for name in RUNS])
+@pytest.mark.parametrize("name", EVERY_RUN)
 def test_the_last_checkpoint_is_the_final_model(run_of, name):
     run = run_of(name)
     final, _ = load_model(run / "final")
@@ -122,7 +124,7 @@ def test_the_last_checkpoint_is_the_final_model(run_of, name):
     assert np.array_equal(logits(opened), logits(final))
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if "bfloat16" not in name])
+@pytest.mark.parametrize("name", IN_FLOAT32)
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_checkpoint_computes_as_its_step_was_to_go_on(run_of, name, step):
     run = run_of(name)
@@ -156,7 +158,7 @@ def test_text_of_a_checkpoint(run_of, unfinished, name, call_main):
     [
         ("moe", "mixtral, float32"),
         ("qat", "llama, affine 4 bits in groups of 32"),
-        ("qat that ends", "llama, float32"),
+        pytest.param("qat that ends", "llama, float32", marks=pytest.mark.slow),
     ],
 )
 def test_an_exported_checkpoint_is_the_exported_final_model(run_of, unfinished, tmp_path, name, summary, call_main):

@@ -116,8 +116,11 @@ def test_a_model_that_the_layout_cannot_say(tmp_path, tokenizer, command):
 def test_an_out_that_cannot_be_made(run, tmp_path, command):
     (tmp_path / "file").touch()
     status, _, err = command(run, tmp_path / "file" / "out")
-    assert status == 2
-    assert err.startswith("error: ")
+    assert (status, err) == (
+        2,
+        f"error: [export_llama] folder must be one that can be made but got {tmp_path / 'file' / 'out'}: Not a "
+        "directory. Give another.\n",
+    )
 
 
 def test_help_says_what_it_does(capsys):

@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Iterator
 import json
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.hub.llama_config import llama_config
 from forge_mlx.hub.tokenizer_files import tokenizer_files
+from forge_mlx.metal.dtypes import dtype_name
 from forge_mlx.models.gpt import GPT
 from forge_mlx.models.registry import build_model
 from forge_mlx.nn.embedding import Embedding
@@ -16,12 +17,11 @@ from forge_mlx.nn.expert_linear import ExpertLinear
 from forge_mlx.nn.fake_quant import FakeQuantized
 from forge_mlx.nn.linear import Linear
 from forge_mlx.nn.norms import RMSNorm
-from forge_mlx.nn.parameters import named_arrays
-from forge_mlx.nn.quantized import Coded, QuantizedEmbedding, QuantizedExpertLinear, QuantizedLinear
+from forge_mlx.nn.parameters import named_arrays, named_leaves
+from forge_mlx.nn.quantized import MLX_MODES, Coded, QuantizedEmbedding, QuantizedExpertLinear, QuantizedLinear
 from forge_mlx.nn.router import Router
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 # By class itself: what derives from one of these may compute something else.
 _FLOAT: Final = {nn.Linear, Linear, nn.Embedding, Embedding, RMSNorm, ExpertLinear, Router}
@@ -33,7 +33,11 @@ _QUANTIZED: Final = {
 # Where a layout puts its experts, and what it calls the three matrices of each.
 _MOE_PLACES: Final = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
 _MIXTRAL_NAMES: Final = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-_DTYPES: Final = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+
+_OTHER_FORMATS: Final = (
+    f"Train with weights {', '.join(MLX_MODES)} or ternary, and without activations; a checkpoint from before "
+    "qat.start_step is exported as a float model. "
+)
 
 # How many of the layers that do not fit a message names.
 _NAMED: Final = 4
@@ -61,7 +65,7 @@ def export_llama(
 
     Raises:
         ValueError: the layout cannot say what the model computes, the tokenizer is no BPE model or not the model's, or
-            the folder is not empty. Nothing is written then.
+            the folder is not empty or cannot be made. Nothing is written then.
         OSError: a file cannot be written.
     """
     _require_new(folder)
@@ -82,7 +86,7 @@ def export_llama(
         "generation_config.json": tokens,
         "config.json": config,
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     with (folder / "model.safetensors").open("wb") as file:
         mx.save_safetensors(file, arrays, {"format": "mlx"})
     for name, content in files.items():
@@ -96,6 +100,15 @@ def _require_new(folder: Path) -> None:
         raise ValueError(f"[export_llama] folder must be new or empty but got {folder}. Give another or remove it.")
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"[export_llama] folder must be one that can be made but got {folder}: {error.strerror}. Give another."
+        ) from error
+
+
 def _require_tokens(tokenizer: Tokenizer, vocab_size: int) -> None:
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
@@ -106,8 +119,7 @@ def _require_tokens(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 def _leaves(model: nn.Module) -> dict[str, nn.Module]:
     """The innermost modules that have parameters, by their dotted names."""
-    leaves = cast(list[tuple[str, nn.Module]], tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module))
-    return {name: module for name, module in leaves if module.parameters()}
+    return {name: module for name, module in named_leaves(model) if module.parameters()}
 
 
 def _require_layers(modules: dict[str, nn.Module], model: GPT) -> None:
@@ -127,9 +139,11 @@ def _require_layers(modules: dict[str, nn.Module], model: GPT) -> None:
             problems.append(f"{name}: inputs in {module.format.activations}")
     if problems:
         more = f" and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        # Other layers of codes are those of a model that was trained for them.
+        way_out = _OTHER_FORMATS if any(isinstance(module, Coded) for module in modules.values()) else ""
         raise ValueError(
             f"[export_llama] the layers must be float or of one of MLX's quantised formats but the model has "
-            f"{'; '.join(problems[:_NAMED])}{more}. Fuse or replace these, or keep forge_mlx's own folder."
+            f"{'; '.join(problems[:_NAMED])}{more}. {way_out}Fuse or replace these, or keep forge_mlx's own folder."
         )
 
 
@@ -184,5 +198,5 @@ def _dtype(arrays: dict[str, mx.array]) -> str:
     found = {array.dtype for array in arrays.values()}
     for dtype in (mx.float32, mx.bfloat16, mx.float16):
         if dtype in found:
-            return _DTYPES[dtype]
+            return dtype_name(dtype)
     raise ValueError("[export_llama] the model must have float parameters but has none. Give a whole model.")

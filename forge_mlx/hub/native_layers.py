@@ -1,21 +1,19 @@
 """The layers of codes in a model folder: what ``config.json`` says of them, and a model with them from what it says."""
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Literal, cast
 
 from forge_mlx._config import Section
 from forge_mlx.kernels.quantize.options import Granularity, Mode, checked_options
-from forge_mlx.metal.dtypes import dtype_name
+from forge_mlx.metal.dtypes import FLOATS_BY_NAME, dtype_name
 from forge_mlx.nn.fake_quant import FakeQuantized
-from forge_mlx.nn.quantized import Activations, Coded, WeightFormat, arguments, coded_layer
+from forge_mlx.nn.quantized import QUANTIZABLE, Activations, Coded, WeightFormat, coded_layer, option_arguments
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from pydantic import ValidationError, model_validator
 
 _DtypeName = Literal["float32", "float16", "bfloat16"]
-
-_DTYPES: Final[dict[_DtypeName, mx.Dtype]] = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 class CodedLayer(Section):
@@ -41,7 +39,7 @@ class CodedLayer(Section):
             ValueError: the mode does not take an option.
         """
         options = checked_options("quantization", self.mode, self.bits, self.group_size, self.granularity)
-        return WeightFormat(options, _DTYPES[self.dtype], self.activations)
+        return WeightFormat(options, FLOATS_BY_NAME[self.dtype], self.activations)
 
 
 def describe_layers(model: nn.Module) -> dict[str, Any]:
@@ -75,8 +73,8 @@ def _describe(layer: Coded) -> CodedLayer:
     format = layer.format
     return CodedLayer(
         layer=type(layer).__name__,
-        **arguments(format.options),
-        dtype=next(name for name, dtype in _DTYPES.items() if dtype == format.dtype),
+        **option_arguments(format.options),
+        dtype=cast(_DtypeName, dtype_name(format.dtype)),
         activations=format.activations,
     )
 
@@ -127,10 +125,10 @@ def check_dtypes(model: nn.Module) -> None:
 
 
 def _check_width(name: str, layer: nn.Module, saved: CodedLayer) -> None:
-    weight = layer.get("weight")
     multiple = saved.format().options.columns_multiple
-    if not isinstance(weight, mx.array) or weight.ndim < 2:
+    if not isinstance(layer, QUANTIZABLE):
         raise ValueError(f"{name}: a {type(layer).__name__} has no matrix that could be in codes")
+    weight = layer.weight
     if weight.shape[-1] % multiple:
         raise ValueError(
             f"{name}: the last axis of the weight must be a multiple of {multiple} but it is {weight.shape}"

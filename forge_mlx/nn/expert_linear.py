@@ -48,7 +48,7 @@ class ExpertLinear(nn.Module):
         if x.size == 0:
             # A product without rows ends the process on CUDA.
             return mx.zeros((*x.shape[:-1], weight.shape[1]), x.dtype)
-        exact = mx.float32 if mx.default_device() == mx.cpu else x.dtype
+        exact = mx.float32 if mx.default_device().type == mx.cpu else x.dtype
         out = mx.gather_mm(
             plain_blocks(x.astype(exact)),
             weight.astype(exact).swapaxes(-1, -2),

@@ -3,20 +3,20 @@
 from typing import Final
 
 from forge_mlx.kernels.embedding import embedding
-from forge_mlx.kernels.matmul import matmul
 from forge_mlx.kernels.quantize import fake_quant, quantize
 from forge_mlx.kernels.quantize.options import Options, Ste
 from forge_mlx.nn.embedding import Embedding
 from forge_mlx.nn.expert_linear import ExpertLinear
 from forge_mlx.nn.linear import Linear
+from forge_mlx.nn.made_weight import MadeWeightLinear, MadeWeightTable
 from forge_mlx.nn.quantized import (
     Activations,
     Coded,
     Packed,
     WeightFormat,
-    arguments,
     coded_layer,
     describe_options,
+    option_arguments,
     quantized_input,
 )
 import mlx.core as mx
@@ -67,7 +67,7 @@ class FakeQuantized(nn.Module):
     def effective_weight(self) -> mx.array:
         """dequantize(quantize(weight)) in the dtype of weight; weight itself while the layer is not enabled."""
         weight: mx.array = self.weight
-        return fake_quant(weight, ste=self.ste, **arguments(self.options)) if self.enabled else weight
+        return fake_quant(weight, ste=self.ste, **option_arguments(self.options)) if self.enabled else weight
 
     def to_coded(self) -> Coded:
         """The layer of the codes that `effective_weight` is made of when enabled.
@@ -76,7 +76,7 @@ class FakeQuantized(nn.Module):
         0, 1, 2 stand for -s, 0, s, the trained weight itself.
         """
         weight: mx.array = self.weight
-        packed = Packed(*quantize(weight, **arguments(self.options)))
+        packed = Packed(*quantize(weight, **option_arguments(self.options)))
         options = self.options
         if options.mode == "ternary":
             group = next(size for size in _TERNARY_GROUPS if weight.shape[-1] % size == 0)
@@ -104,20 +104,14 @@ class FakeQuantized(nn.Module):
         return quantized_input(x, self.activations) if self.enabled else x
 
 
-class FakeQuantLinear(FakeQuantized, Linear):
+class FakeQuantLinear(FakeQuantized, MadeWeightLinear, Linear):
     """x W'^T + b with W' = dequantize(quantize(W)), and the gradient of W' for W.
 
     Takes what `FakeQuantized` takes, of an `mlx.nn.Linear`.
     """
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """Map `[..., in]` to `[..., out]`."""
-        if x.ndim == 1:
-            return self(x[None])[0]
-        return matmul(self._input(x), self.effective_weight(), transpose_b=True, accumulate=self.get("bias"))
 
-
-class FakeQuantEmbedding(FakeQuantized, Embedding):
+class FakeQuantEmbedding(FakeQuantized, MadeWeightTable, Embedding):
     """Rows of W' = dequantize(quantize(W)), zeros for an id out of range; W' is the output layer's matrix too.
 
     Takes what `FakeQuantized` takes, of an `mlx.nn.Embedding`; ids and the output layer's input are never quantised.
@@ -126,10 +120,6 @@ class FakeQuantEmbedding(FakeQuantized, Embedding):
     def __call__(self, ids: mx.array) -> mx.array:
         """Map ids `[...]` to vectors `[..., dims]`."""
         return embedding(self.effective_weight(), ids)
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """x W'^T: `[..., dims]` to `[..., num_embeddings]`."""
-        return matmul(x, self.effective_weight(), transpose_b=True)
 
 
 class FakeQuantExpertLinear(FakeQuantized, ExpertLinear):

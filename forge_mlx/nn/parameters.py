@@ -1,8 +1,10 @@
-"""Questions about a tree of parameters: names, which are matrices, how many elements there are."""
+"""Questions about a tree of parameters: names, which are matrices, how many elements there are; which stay frozen."""
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 
@@ -33,3 +35,34 @@ def count_elements(tree: Any) -> int:
         tree: Nested dicts and lists of arrays, as `Module.parameters()` returns.
     """
     return sum(array.size for _, array in named_arrays(tree))
+
+
+def named_leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The innermost modules of a model with their dotted names, in the order of its layers.
+
+    Args:
+        model: Any module.
+    """
+    return cast(list[tuple[str, nn.Module]], tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module))
+
+
+class StaysFrozen(set[str]):
+    """Names of frozen parameters, of which some stay frozen whatever `unfreeze` takes out; for a module's `_no_grad`.
+
+    `mlx.nn.Module.unfreeze` of a model changes this set of each module inside and calls no method of theirs.
+
+    Args:
+        names: Those that stay.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(names)
+        self._staying = frozenset(self)
+
+    def clear(self) -> None:
+        """Take all names out but those that stay."""
+        self.intersection_update(self._staying)
+
+    def difference_update(self, *others: Iterable[object]) -> None:
+        """Take names out, but none that stays."""
+        super().difference_update(set[object]().union(*others) - self._staying)

@@ -3,10 +3,11 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, NamedTuple
 
-from forge_mlx.kernels.matmul import matmul
 from forge_mlx.kernels.quantize import dequantize, fake_quant
 from forge_mlx.kernels.quantize.options import Options
 from forge_mlx.nn.expert_linear import ExpertLinear, plain_blocks
+from forge_mlx.nn.made_weight import MadeWeightLinear, MadeWeightTable
+from forge_mlx.nn.parameters import StaysFrozen, named_arrays
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -16,7 +17,7 @@ MLX_MODES: Final = ("affine", "mxfp4", "mxfp8", "nvfp4")
 """Formats that MLX's quantised products read."""
 
 
-def arguments(options: Options) -> dict[str, Any]:
+def option_arguments(options: Options) -> dict[str, Any]:
     """Options as `quantize`, `dequantize` and `fake_quant` take them.
 
     Args:
@@ -52,6 +53,24 @@ def describe_options(options: Options, activations: Activations | None) -> str:
     """
     shown = asdict(options) | {"activations": activations}
     return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
+
+
+def named_shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    """The parameters' names and shapes as they are without codes: of layers of codes, the weight they stand for.
+
+    Args:
+        model: Any module; layers of `mlx.nn.quantize` count too.
+    """
+    quantized = (Coded, nn.QuantizedLinear, nn.QuantizedEmbedding)
+    bits = {name: module.bits for name, module in model.named_modules() if isinstance(module, quantized)}
+    found = []
+    for name, array in named_arrays(model.parameters()):
+        layer, _, part = name.rpartition(".")
+        if layer not in bits or part not in ("weight", "scales", "biases"):
+            found.append((name, array.shape))
+        elif part == "weight":
+            found.append((name, (*array.shape[:-1], array.shape[-1] * 32 // bits[layer])))
+    return found
 
 
 class Packed(NamedTuple):
@@ -99,11 +118,14 @@ class WeightFormat:
         Args:
             packed: Codes and scales of this format.
         """
-        return dequantize(*packed, dtype=self.dtype, **arguments(self.options))
+        return dequantize(*packed, dtype=self.dtype, **option_arguments(self.options))
 
 
 class Coded(nn.Module):
-    """What all layers of codes have in common: codes and scales as frozen parameters, and the weight they stand for.
+    """What all layers of codes have in common: codes and scales, and the weight that they stand for.
+
+    All parameters are frozen. Codes, scales and biases of groups stay so even after `unfreeze()`: codes have no
+    gradient, and the others belong to them.
 
     Args:
         packed: Codes and scales.
@@ -124,6 +146,7 @@ class Coded(nn.Module):
         self.biases: mx.array | None = packed.biases
         if bias is not None:
             self.bias = bias
+        self._no_grad = StaysFrozen({"weight", "scales", "biases"})
         self.freeze()
 
     def packed(self) -> Packed:
@@ -201,20 +224,14 @@ class QuantizedExpertLinear(Coded):
         return plain_blocks(out)
 
 
-class CodesLinear(Coded):
+class CodesLinear(Coded, MadeWeightLinear):
     """x W^T + b, W made of its codes in every call: for the modes int8, int4 and fp8_e4m3, which MLX cannot multiply.
 
     Takes what `Coded` takes. The product is that of `Linear` with the trained weight, to the bit.
     """
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """Map `[..., in]` to `[..., out]`."""
-        if x.ndim == 1:
-            return self(x[None])[0]
-        return matmul(self._input(x), self.effective_weight(), transpose_b=True, accumulate=self.get("bias"))
 
-
-class CodesEmbedding(Coded):
+class CodesEmbedding(Coded, MadeWeightTable):
     """weight[ids] of codes of the modes int8, int4 and fp8_e4m3, zeros for an id out of range.
 
     Takes what `Coded` takes.
@@ -223,10 +240,6 @@ class CodesEmbedding(Coded):
     def __call__(self, ids: mx.array) -> mx.array:
         """Map ids `[...]` to vectors `[..., dims]`."""
         return _rows(self, ids)
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """x weight^T: `[..., dims]` to `[..., num_embeddings]`."""
-        return matmul(x, self.effective_weight(), transpose_b=True)
 
 
 class CodesExpertLinear(Coded, ExpertLinear):
@@ -257,6 +270,9 @@ _LAYERS: Final[tuple[tuple[type[nn.Module], type[Coded], type[Coded]], ...]] = (
     (nn.Embedding, QuantizedEmbedding, CodesEmbedding),
     (ExpertLinear, QuantizedExpertLinear, CodesExpertLinear),
 )
+
+QUANTIZABLE: Final = tuple(kind for kind, _, _ in _LAYERS)
+"""Classes of layers whose weight can be in codes."""
 
 
 def coded_layer(layer: nn.Module, packed: Packed | None, format: WeightFormat) -> Coded:

@@ -1,13 +1,24 @@
 """Which experts each token goes to, and with what weights: the routing of Mixtral, OLMoE, Qwen3-MoE and DeepSeek-V3."""
 
-from collections.abc import Iterable
-from typing import Final, Literal, NamedTuple, TypeAlias
+import math
+from numbers import Integral
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from forge_mlx.kernels._common.checks import check_integers, check_shape, is_number
+from forge_mlx.kernels._common.checks import (
+    check_axes,
+    check_constant,
+    check_float32_range,
+    check_floating,
+    check_integers,
+    check_shape,
+    is_number,
+)
 from forge_mlx.kernels.activations import sigmoid
 from forge_mlx.kernels.matmul import matmul
 from forge_mlx.kernels.routing import topk_renorm
+from forge_mlx.kernels.routing.tiles import MAX_EXPERTS
 from forge_mlx.kernels.softmax import softmax
+from forge_mlx.nn.parameters import StaysFrozen
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -43,22 +54,24 @@ class Router(nn.Module):
 
     `selection_bias` `[E]`, float32, evens out the experts' loads without a loss (Wang et al. 2024): it takes part in
     the choice alone, never in the gates, and has no gradient. `balance` moves it. It is in `parameters()` and so in
-    every checkpoint, but never trainable, not even after `unfreeze()`.
+    every checkpoint, but never trainable, not even after `unfreeze()`. It stays float32 when a model is cast or loads
+    16-bit weights: the cast rounds what it holds once, and steps of 0.001 move it as before.
 
     Args:
         hidden_size: Width C of the tokens.
-        num_experts: Number of experts E.
+        num_experts: Number of experts E, at most 1024.
         experts_per_token: How many of them each token goes to, k.
         scores: What makes scores of the logits.
         normalize: Whether the gates of a token are divided by their sum.
-        scaling: Factor on the gates.
+        scaling: Factor on the gates, over 0.
         groups: Number of groups, a divisor of E.
         groups_per_token: How many of them a token can choose from.
         selection_bias: Whether there is a selection bias, at first 0.
 
     Raises:
         ValueError: When the choice is impossible: k experts are more than there are to choose from, or the groups
-            cannot be formed; for other scores.
+            cannot be formed; for other scores, for sizes that are no integers of 1 or more, a normalize or
+            selection_bias that is no bool, a scaling that is not over 0 and finite in float32.
     """
 
     def __init__(
@@ -75,6 +88,15 @@ class Router(nn.Module):
         selection_bias: bool = False,
     ) -> None:
         super().__init__()
+        _check_sizes(
+            hidden_size=hidden_size,
+            num_experts=num_experts,
+            experts_per_token=experts_per_token,
+            groups=groups,
+            groups_per_token=groups_per_token,
+        )
+        _check_switches(normalize=normalize, selection_bias=selection_bias)
+        _check_scaling(scaling)
         problem = impossible_choice(num_experts, experts_per_token, groups, groups_per_token)
         if problem is not None:
             raise ValueError(f"[Router] {problem}")
@@ -89,10 +111,23 @@ class Router(nn.Module):
         self.weight = mx.random.normal((num_experts, hidden_size)) * 0.02
         if selection_bias:
             self.selection_bias = mx.zeros((num_experts,))
-            self._no_grad = _StaysFrozen({_BIAS})
+            self._no_grad = StaysFrozen({_BIAS})
 
     def __call__(self, x: mx.array) -> Routing:
-        """Route tokens `[..., C]`."""
+        """Route tokens.
+
+        Args:
+            x: `[..., C]`, float32, float16 or bfloat16.
+
+        Raises:
+            ValueError: For an x of another dtype or width.
+        """
+        check_floating("Router", x=x)
+        check_axes("Router", 1, x=x)
+        width = self.weight.shape[1]
+        check_shape("Router", "x", x, (*x.shape[:-1], width), f"whose last axis is the router's hidden_size, {width}")
+        if x.ndim == 1:
+            return Routing(*(each[0] for each in self(x[None])))
         logits = matmul(x.astype(mx.float32), self.weight.astype(mx.float32), transpose_b=True)
         scores = softmax(logits) if self.scores == "softmax" else sigmoid(logits)
         gates, indices = topk_renorm(scores, self.experts_per_token, self._preference(scores), self.normalize)
@@ -103,7 +138,7 @@ class Router(nn.Module):
 
         Args:
             load: Tokens sent to each expert, integers `[E]`.
-            rate: Size of the step, 0 or more.
+            rate: Size of the step, 0 or more, finite in float32.
 
         Raises:
             ValueError: Without a selection bias, or for another load or rate.
@@ -112,20 +147,29 @@ class Router(nn.Module):
             raise ValueError("[Router.balance] there must be a selection bias but got none. Set selection_bias.")
         check_integers("Router.balance", load=load)
         check_shape("Router.balance", "load", load, self.selection_bias.shape, "that of the selection bias")
-        if not (is_number(rate) and rate >= 0):
-            raise ValueError(f"[Router.balance] rate must be a number of 0 or more but got {rate!r}.")
+        if not (is_number(rate) and math.isfinite(rate) and rate >= 0):
+            raise ValueError(f"[Router.balance] rate must be a finite number of 0 or more but got {rate!r}.")
+        check_float32_range("Router.balance", "rate", rate)
         # Integers compare exactly: at balance the bias rests.
         load = load.astype(mx.int64)
         missing = mx.sign(load.sum() - load.size * load).astype(mx.float32)
-        self.selection_bias = (self.selection_bias + rate * missing).astype(self.selection_bias.dtype)
+        self.selection_bias = self.selection_bias + rate * missing
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Set a parameter; the selection bias becomes float32."""
+        # The one place that all ways come through: `set_dtype`, `update` and `load_weights` of a model that has routers
+        # call no other method of theirs. In 16 bits steps of 0.001 would be rounded away.
+        if key == _BIAS and isinstance(value, mx.array) and value.dtype != mx.float32:
+            value = value.astype(mx.float32)
+        super().__setitem__(key, value)
 
     def _preference(self, scores: mx.array) -> mx.array | None:
         """What is added to the scores for the choice: the bias, and -inf for experts of groups that are out."""
-        bias = mx.stop_gradient(self.selection_bias.astype(mx.float32)) if _BIAS in self else None
+        bias = mx.stop_gradient(self.selection_bias) if _BIAS in self else None
         if self.groups == self.groups_per_token:
             return bias
         chosen = mx.stop_gradient(scores) if bias is None else mx.stop_gradient(scores) + bias
-        grouped = chosen.reshape(*chosen.shape[:-1], self.groups, -1)
+        grouped = chosen.reshape(*chosen.shape[:-1], self.groups, chosen.shape[-1] // self.groups)
         of_groups = mx.topk(grouped, 2, axis=-1).sum(axis=-1)
         # Ties go to the lowest index, as among experts.
         order = mx.argsort(-of_groups, axis=-1)[..., : self.groups_per_token]
@@ -139,22 +183,32 @@ class Router(nn.Module):
         return f"{hidden_size}, num_experts={experts}, experts_per_token={self.experts_per_token}, scores={self.scores}"
 
 
-class _StaysFrozen(set[str]):
-    """Names of frozen parameters, of which a selection bias stays one whatever `unfreeze` takes out.
-
-    `mlx.nn.Module.unfreeze` of a model changes this set of each module inside and calls no method of theirs.
-    """
-
-    def clear(self) -> None:
-        """Take all names out but this one."""
-        self.intersection_update({_BIAS})
-
-    def difference_update(self, *others: Iterable[object]) -> None:
-        """Take names out, all but this one."""
-        super().difference_update(set[object]().union(*others) - {_BIAS})
+def _check_sizes(*, hidden_size: int, num_experts: int, **others: int) -> None:
+    for name, size in {"hidden_size": hidden_size, "num_experts": num_experts, **others}.items():
+        if not isinstance(size, Integral) or isinstance(size, bool):
+            raise ValueError(f"[Router] {name} must be an integer but got {size!r}.")
+    if hidden_size < 1:
+        raise ValueError(f"[Router] hidden_size must be 1 or more but got {hidden_size}.")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"[Router] num_experts must be 1 to {MAX_EXPERTS} but got {num_experts}.")
 
 
-def impossible_choice(num_experts: int, experts_per_token: int, groups: int, groups_per_token: int) -> str | None:
+def _check_switches(**switches: bool) -> None:
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):
+            raise ValueError(f"[Router] {name} must be a bool but got {switch!r}.")
+
+
+def _check_scaling(scaling: float) -> None:
+    check_constant("Router", "scaling", scaling)
+    if not (math.isfinite(scaling) and scaling > 0):
+        raise ValueError(f"[Router] scaling must be a finite number over 0 but got {scaling}.")
+    check_float32_range("Router", "scaling", scaling)
+
+
+def impossible_choice(
+    num_experts: int, experts_per_token: int, groups: int, groups_per_token: int, *, groups_name: str = "groups"
+) -> str | None:
     """Why a token cannot choose so, in a sentence with a way out; None when it can.
 
     Args:
@@ -162,6 +216,7 @@ def impossible_choice(num_experts: int, experts_per_token: int, groups: int, gro
         experts_per_token: How many a token chooses.
         groups: Number of groups of experts.
         groups_per_token: How many groups it chooses from.
+        groups_name: What the caller's argument is called.
     """
     if not 1 <= experts_per_token <= num_experts:
         return (
@@ -169,13 +224,13 @@ def impossible_choice(num_experts: int, experts_per_token: int, groups: int, gro
             "Change one of them."
         )
     if groups < 1 or num_experts % groups:
-        return f"expert_groups must divide num_experts, {num_experts}, but got {groups}. Change one of them."
+        return f"{groups_name} must divide num_experts, {num_experts}, but got {groups}. Change one of them."
     if not 1 <= groups_per_token <= groups:
-        return f"groups_per_token must be 1 to expert_groups, {groups}, but got {groups_per_token}. Change one of them."
+        return f"groups_per_token must be 1 to {groups_name}, {groups}, but got {groups_per_token}. Change one of them."
     size = num_experts // groups
     if groups > 1 and size < 2:
         return (
-            f"expert_groups must leave 2 or more experts in a group, whose score is the sum of two, but got {groups} "
+            f"{groups_name} must leave 2 or more experts in a group, whose score is the sum of two, but got {groups} "
             f"of {num_experts} experts. Lower it, or set 1 for no groups."
         )
     if experts_per_token > groups_per_token * size:

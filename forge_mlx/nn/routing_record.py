@@ -13,7 +13,7 @@ _TINY: Final = 1e-20
 
 
 class RoutingRecord(NamedTuple):
-    """Sums over the tokens of one pass through one MoE layer; padding counts in none but `assigned`.
+    """Sums over the tokens of one pass through one MoE layer; padding counts in none.
 
     Two records of one layer add up field by field to that of both passes.
 
@@ -23,7 +23,6 @@ class RoutingRecord(NamedTuple):
         entropy_sum: Sum of the entropies of those, nats, float32; without a gradient.
         z_sum: Sum of logsumexp(logits)^2, float32.
         tokens: Number of tokens, float32.
-        assigned: Rows that experts computed, of padding too: k for each position, int32.
     """
 
     load: mx.array
@@ -31,7 +30,6 @@ class RoutingRecord(NamedTuple):
     entropy_sum: mx.array
     z_sum: mx.array
     tokens: mx.array
-    assigned: mx.array
 
 
 _RECORDS: ContextVar[list[RoutingRecord] | None] = ContextVar("routing_records", default=None)
@@ -74,12 +72,16 @@ def record_routing(logits: mx.array, scores: mx.array, indices: mx.array, is_tok
         load=expert_counts(sent, logits.shape[-1]),
         probability_sum=(shares * counted[..., None]).reshape(-1, shares.shape[-1]).sum(axis=0),
         entropy_sum=(entropy * counted).sum(),
-        z_sum=(mx.square(mx.logsumexp(logits, axis=-1)) * counted).sum(),
+        z_sum=(mx.square(_logsumexp(logits)) * counted).sum(),
         # Of the layer's own indices: two layers with the same output, a sum of one mask, break MLX 0.32.4's compiling.
         tokens=(sent[..., 0] >= 0).astype(mx.float32).sum(),
-        assigned=mx.array(indices.size, mx.int32),
     )
     records.append(record)
+
+
+def _logsumexp(logits: mx.array) -> mx.array:
+    # MLX has none of an empty array, though each of its rows would have one.
+    return mx.logsumexp(logits, axis=-1) if logits.size else mx.zeros(logits.shape[:-1])
 
 
 def aux_loss(record: RoutingRecord) -> mx.array:

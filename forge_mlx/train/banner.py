@@ -186,11 +186,13 @@ def _special_facts(trainer: Trainer) -> dict[str, Any]:
     if isinstance(trainer.model, MoE):
         facts["active_parameters"] = trainer.model.num_active_parameters()
     if (qat := trainer.config.qat) is not None:
+        how = qat.merged(None)
         facts["qat"] = {
-            "mode": qat.weights,
-            "bits": qat.bits,
-            "group_size": qat.group_size,
-            "activations": qat.activations,
+            "mode": how.options.mode,
+            "bits": how.options.bits,
+            "group_size": how.options.group_size,
+            "granularity": how.options.granularity,
+            "activations": how.activations,
             "start_step": qat.start_step,
             "end_step": qat.end_step,
             "modules": len(prepared_layers(trainer.model)),

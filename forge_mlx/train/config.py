@@ -6,6 +6,7 @@ from typing import Any, Literal
 from forge_mlx._config import Section
 from forge_mlx.data.config import DataConfig
 from forge_mlx.kernels.attention.options import LARGEST_HEAD
+from forge_mlx.models.moe import MoEConfig
 from forge_mlx.models.qat import QATConfig
 from forge_mlx.models.registry import ARCHITECTURES, ModelConfig
 from forge_mlx.optim import OptimConfig
@@ -71,7 +72,7 @@ class TrainConfig(Section):
     """A whole training config."""
 
     run: RunConfig
-    model: ModelConfig = Field(description="the shape of the model; arch: gpt or moe")
+    model: ModelConfig = Field(description=f"the shape of the model; arch: {' or '.join(ARCHITECTURES)}")
     data: DataConfig
     train: LoopConfig
     optim: OptimConfig = Field(default_factory=OptimConfig)
@@ -95,10 +96,7 @@ class TrainConfig(Section):
                 f"model.head_dim must be at most {LARGEST_HEAD} with data.packing: documents but the head size is "
                 f"{self.model.head_size}. Set it or raise model.num_heads"
             )
-        if self.qat is not None and self.qat.start_step >= self.train.steps:
-            problems.append(
-                f"qat.start_step must be less than train.steps, {self.train.steps}, but got {self.qat.start_step}"
-            )
+        problems += self._phase_problems() + self._expert_rate_problems()
         tokenizer = self.data.tokenizer
         if tokenizer.path is None and self.model.vocab_size not in (None, tokenizer.vocab_size):
             problems.append(
@@ -109,6 +107,37 @@ class TrainConfig(Section):
             # A line each: `explain.py` finds the key that a line begins with.
             raise ValueError("\n".join(problems))
         return self
+
+    def _phase_problems(self) -> list[str]:
+        """What is wrong with the steps of quantisation-aware training."""
+        steps, qat = self.train.steps, self.qat
+        if qat is None:
+            return []
+        if qat.start_step >= steps:
+            return [f"qat.start_step must be less than train.steps, {steps}, but got {qat.start_step}"]
+        if qat.end_step is not None and qat.end_step >= steps:
+            return [
+                f"qat.end_step must be less than train.steps, {steps}, or null, but got {qat.end_step}: no step in "
+                "float would be left. Lower it, or set it to null for a model that is deployed quantised"
+            ]
+        return []
+
+    def _expert_rate_problems(self) -> list[str]:
+        """What is wrong with a learning rate for experts: it must have an effect."""
+        rate = self.optim.muon_expert_lr
+        if rate is None:
+            return []
+        if self.optim.name != "muon":
+            return [
+                f"optim.muon_expert_lr must be null with optim.name: {self.optim.name} but got {rate:g}: only Muon has "
+                "a rate for experts. Set it to null, or optim.name to muon"
+            ]
+        if not isinstance(self.model, MoEConfig):
+            return [
+                f"optim.muon_expert_lr must be null with model.arch: {self.model.arch} but got {rate:g}: the model has "
+                "no experts. Set it to null"
+            ]
+        return []
 
     def with_vocab_size(self, size: int) -> "TrainConfig":
         """The config with the size of the tokenizer's vocabulary filled in.
@@ -134,8 +163,8 @@ def of_architecture(name: object) -> type[TrainConfig]:
     Args:
         name: a value of ``model.arch``, a wrong one too.
     """
-    if name in ARCHITECTURES:
-        model: type[Section] = ARCHITECTURES[str(name)].config
+    if isinstance(name, str) and name in ARCHITECTURES:
+        model: type[Section] = ARCHITECTURES[name].config
     else:
         names: Any = Literal[tuple(ARCHITECTURES)]
         model = create_model("Model", __base__=ARCHITECTURES["gpt"].config, arch=(names, "gpt"))

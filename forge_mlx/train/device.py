@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from forge_mlx.metal.dtypes import FLOATS_BY_NAME
 from forge_mlx.train.config import RunConfig
 import mlx.core as mx
 
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+DTYPES = FLOATS_BY_NAME
 
 
 @dataclass(frozen=True)

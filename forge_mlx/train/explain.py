@@ -47,7 +47,12 @@ class Origin:
     overrides: Sequence[Key]
 
     def of(self, key: Key) -> str:
-        """The command line, else file and line of the key or of the innermost section that is there."""
+        """The command line, else file and line of the key or of the innermost section that is there.
+
+        Args:
+            key: its names. One that holds dots, as a pattern does, may be given in parts.
+        """
+        key = self._as_written(key)
         for override in self.overrides:
             created = key not in self.lines and override[: len(key)] == key
             if created or key[: len(override)] == override:
@@ -56,6 +61,14 @@ class Origin:
             if line := self.lines.get(key[:end]):
                 return f"{self.path}:{line}"
         return str(self.path)
+
+    def _as_written(self, key: Key) -> Key:
+        """The key of the file that reads the same, or that the key lies in."""
+        for end in range(len(key), 0, -1):
+            for known in self.lines:
+                if _dotted(known) == _dotted(key[:end]):
+                    return (*known, *key[end:])
+        return key
 
 
 def explain_errors(
@@ -77,8 +90,8 @@ def explain_errors(
             name = tuple(str(part) for part in location)
             lines[name] = f"{origin.of(name)}: {_dotted(name)}: there is no such key. {suggest(root, name)}"
         elif error["type"] == "value_error":
-            lines |= _validator_lines(error, key, origin)
-        elif field is not None and (key not in lines or _is_item(rest)):
+            lines |= _validator_lines(error, key, root, origin)
+        elif key not in lines or _is_item(rest):
             # The tried members of a union report one by one, and so do the items of a list: one line for all.
             lines[key] = f"{origin.of(key)}: {_dotted(key)}: {_field_problem(error, key, field, rest, values)}"
     return list(lines.values())
@@ -110,10 +123,8 @@ def all_keys(model: type[BaseModel], prefix: Key = ()) -> Iterator[Key]:
 
 def section_of(root: type[BaseModel], key: Key) -> type[BaseModel] | None:
     """The model whose field the last name of a key should be, or None."""
-    model: type[BaseModel] | None = root
-    for name in key[:-1]:
-        model = _section(model.model_fields[name]) if model and name in model.model_fields else None
-    return model
+    _, field, rest = _find(root, key[:-1])
+    return None if rest else _section(field)
 
 
 def plain_types(annotation: Any) -> set[Any]:
@@ -124,16 +135,24 @@ def plain_types(annotation: Any) -> set[Any]:
     return {annotation} if len(members) == 1 else {kind for member in members for kind in plain_types(member)}
 
 
-def _find(root: type[BaseModel], location: Sequence[Any]) -> tuple[Key, FieldInfo | None, Sequence[Any]]:
+def _find(root: type[BaseModel], location: Sequence[Any]) -> tuple[Key, FieldInfo, Sequence[Any]]:
     """The key and the field at a location, and what the location names inside that field."""
-    model: type[BaseModel] | None = root
-    field: FieldInfo | None = None
+    field = FieldInfo.from_annotation(root)
     for depth, part in enumerate(location):
-        if model is None or part not in model.model_fields:
+        inner = _inner(field, part)
+        if inner is None:
             return tuple(location[:depth]), field, location[depth:]
-        field = model.model_fields[part]
-        model = _section(field)
+        field = inner
     return tuple(location), field, ()
+
+
+def _inner(field: FieldInfo, name: Any) -> FieldInfo | None:
+    """The field that a name stands for inside a section; in one of keys of your own every name has the same."""
+    if section := _section(field):
+        return section.model_fields.get(name)
+    if get_origin(field.annotation) is dict:
+        return FieldInfo.from_annotation(get_args(field.annotation)[1])
+    return None
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
@@ -154,12 +173,7 @@ def _field_problem(error: Mapping[str, Any], key: Key, field: FieldInfo, rest: S
     value = values
     for name in key:
         value = value[name]
-    section = _section(field)
-    allowed = (
-        f"a section with the keys {', '.join(section.model_fields)}"
-        if section
-        else _describe(field.annotation, field.metadata)
-    )
+    allowed = _describe(field.annotation, field.metadata)
     if error["type"] == "finite_number":
         allowed = allowed.replace("a number", "a finite number")
     got = show(value)
@@ -179,12 +193,13 @@ def _meant(field: FieldInfo, value: Any) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
-def _validator_lines(error: Mapping[str, Any], key: Key, origin: Origin) -> dict[Any, str]:
+def _validator_lines(error: Mapping[str, Any], key: Key, root: type[BaseModel], origin: Origin) -> dict[Any, str]:
     """The lines of a check over several fields: each begins with the key, relative to its section, that it blames."""
     lines = {}
     for message in str(error["ctx"]["error"]).splitlines():
         blamed = (*key, *message.split()[0].rstrip(":").split("."))
-        section = f"{_dotted(key)}: " if key else ""
+        named = not key or _find(root, blamed[: len(key) + 1])[2] == ()
+        section = f"{_dotted(key)}{'.' if named else ': '}" if key else ""
         lines[blamed, message] = f"{origin.of(blamed)}: {section}{message.rstrip('.')}."
     return lines
 
@@ -209,6 +224,8 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return "a section of keys of your own"
     if origin is tuple:
         return f"a list of {len(arguments)}, each {_describe(arguments[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a section with the keys {', '.join(annotation.model_fields)}"
     if bounds.pop("items", 0):
         return "non-empty text"
     return ", ".join([_WORDS[annotation], *filter(None, [" and ".join(bounds.values())])])

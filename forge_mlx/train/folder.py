@@ -32,6 +32,8 @@ _FIXED_KEYS = (
     "optim.name",
 )
 _IGNORED_KEYS = ("run.dir", "run.resume")
+# A section whose keys are the user's: of the patterns the last that fits counts, so that their order means something.
+_ORDERED_SECTION = "qat.overrides"
 # The trainer replaces null or auto in these by what it chose and writes that down.
 _RESOLVED_KEYS = ("model.vocab_size", "run.device", "run.dtype")
 
@@ -253,7 +255,14 @@ def _flatten(config: TrainConfig) -> dict[str, Any]:
     flat: dict[str, Any] = {}
 
     def visit(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
+        if prefix == _ORDERED_SECTION:
+            # Without any, as where the whole section above is missing.
+            flat[f"{prefix} (in this order)"] = list(value) or None
+            for key, inner in value.items():
+                # Whole: null keeps a module in float, an empty section does not.
+                said = inner and {name: chosen for name, chosen in inner.items() if chosen is not None}
+                flat[f"{prefix}.{key}"] = said
+        elif isinstance(value, dict):
             for key, inner in value.items():
                 visit(f"{prefix}.{key}" if prefix else key, inner)
         else:

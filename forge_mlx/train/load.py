@@ -144,7 +144,8 @@ def _architecture(values: dict[str, Any], overrides: Sequence[str]) -> Any:
     name = model.get("arch", "gpt") if isinstance(model, dict) else "gpt"
     for override in overrides:
         key, _, text = override.partition("=")
-        name = text if key == "model.arch" else name
+        if key == "model.arch":
+            name = _override_value(("model", "arch"), text, override, of_architecture("gpt"))
     return name
 
 
@@ -158,10 +159,22 @@ def _fill_empty_sections(values: dict[str, Any], model: type[BaseModel]) -> None
                 _fill_empty_sections(values[name], section)
 
 
+def _nullable_sections(root: type[TrainConfig]) -> list[str]:
+    return [name for name, field in root.model_fields.items() if NoneType in plain_types(field.annotation)]
+
+
 def _apply_override(values: dict[str, Any], override: str, root: type[TrainConfig]) -> Key:
     """Put the value of one override in its place; return its key."""
     name, equals, text = override.partition("=")
     key = tuple(name.split("."))
+    if name in _nullable_sections(root):
+        if _override_value(key, text, override, root) is not None:
+            raise ConfigError(
+                f"command line: {override}: a whole section can only be left out, by {name}=null. Set its keys one by "
+                f"one, such as {name}.key=value."
+            )
+        values[name] = None
+        return key
     if not equals or not re.fullmatch(r"[^.\s]+(\.[^.\s]+)+", name):
         hint = f" {suggest(root, key)}" if re.fullmatch(r"\w+", name) and name not in _SECTIONS else ""
         raise ConfigError(
@@ -169,6 +182,9 @@ def _apply_override(values: dict[str, Any], override: str, root: type[TrainConfi
         )
     node: Any = values
     for depth, part in enumerate(key[:-1], start=1):
+        if node.get(part) is None and section_of(root, (*key[:depth], "")):
+            # A section that is null is there again with its first key.
+            node[part] = {}
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             parent = ".".join(key[:depth])

@@ -24,8 +24,13 @@ _BACKWARD_HEADS = 11
 # How many arrays of the MLP's width the backward pass of the layer in hand takes; measured.
 _MLP_GRADIENTS = 2
 
+# Of a row for each expert of a token, as wide as the residual stream, how many arrays a layer keeps and how many the
+# backward pass of the layer in hand takes, beside some for each token; measured.
+_ROUTED_ARRAYS = 4
+_ROUTED_GRADIENTS = 3
+_TOKEN_GRADIENTS = 5
 
-# How many arrays of a token's scores for all experts a router keeps, float32; measured.
+# How many arrays of a token's scores for all experts a router keeps, float32 whatever the run's dtype; measured.
 _ROUTER_ARRAYS = 4
 
 
@@ -92,7 +97,7 @@ def estimate_memory(
     widths = 4 * model.hidden_size + 2 * (model.num_heads * qk_size + kv) + heads
     if model.dropout:
         widths += 2 * model.hidden_size
-    probabilities, blocks, in_hand = 0, 0, _MLP_GRADIENTS * model.mlp_size
+    probabilities, blocks, in_hand = 0, 0, _backward_width(model)
     if device == mx.cpu and takes_mlx(model, packing, seq_len, DTYPES[dtype], device):
         probabilities = 2 * model.num_heads * seq_len
     elif device == mx.cpu:
@@ -100,7 +105,7 @@ def estimate_memory(
         widths += _LAYER_HEADS * heads
         in_hand += _BACKWARD_HEADS * heads
     per_token = model.num_layers * (widths + probabilities) + _feed_forward_widths(model) + in_hand
-    activations = tokens * per_token * size + blocks
+    activations = tokens * (per_token * size + 4 * _router_floats(model)) + blocks
     vocabulary = model.vocab_size or 1
     chunk = chunk_rows(tokens, 4 * vocabulary, device)
     moments = 2 if optim.name == "adamw" else 1
@@ -118,8 +123,25 @@ def _feed_forward_widths(model: DecoderConfig) -> int:
     arrays = _MLP_ARRAYS[model.mlp]
     if not isinstance(model, MoEConfig):
         return model.num_layers * arrays * model.mlp_size
-    # A row for each expert of a token, going in and coming out.
-    routed = model.experts_per_token * (2 * model.hidden_size + arrays * model.expert_size)
+    routed = model.experts_per_token * (_ROUTED_ARRAYS * model.hidden_size + arrays * model.expert_size)
     shared = arrays * model.shared_experts * model.expert_size
-    sparse = routed + shared + _ROUTER_ARRAYS * model.num_experts
+    sparse = routed + shared
     return model.dense_layers * arrays * model.mlp_size + (model.num_layers - model.dense_layers) * sparse
+
+
+def _router_floats(model: DecoderConfig) -> int:
+    """How many float32 numbers a token the routers of all layers keep."""
+    if not isinstance(model, MoEConfig):
+        return 0
+    return (model.num_layers - model.dense_layers) * _ROUTER_ARRAYS * model.num_experts
+
+
+def _backward_width(model: DecoderConfig) -> int:
+    """How many elements a token the backward pass of one feed-forward half takes, the larger of the two kinds."""
+    dense = _MLP_GRADIENTS * model.mlp_size
+    if not isinstance(model, MoEConfig):
+        return dense
+    inside = (model.experts_per_token + model.shared_experts) * model.expert_size
+    outside = (_ROUTED_GRADIENTS * model.experts_per_token + _TOKEN_GRADIENTS) * model.hidden_size
+    sparse = _MLP_GRADIENTS * inside + outside
+    return max(sparse, dense) if model.dense_layers else sparse

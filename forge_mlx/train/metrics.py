@@ -7,8 +7,9 @@ kind    fields
 ======  =============================================================================================
 setup   facts of one start: corpus (sizes, gzip_bits_per_byte ...), packing (kind, rows, fill: the share of
         their positions that are targets; how many documents were cut, into how many pieces), parameters,
-        total_steps, tokens_per_step, device, dtype, blas, and the version of each package by its name; qat:
-        with quantisation-aware training mode, bits, group_size, start_step, end_step, modules (how many) ...
+        active_parameters (those that a token meets in an MoE), total_steps, tokens_per_step, device, dtype, blas,
+        and the version of each package by its name; qat: with quantisation-aware training mode, bits, group_size,
+        granularity (of all modules but those of overrides), start_step, end_step, modules (how many) ...
 train   loss (nats a token), bits_per_byte, lr (AdamW's), grad_norm (before clipping),
         tokens_per_second, tokens (so far), peak_memory (bytes); moe: see below
 eval    loss, bits_per_byte, tokens (evaluated), final (whether training was over); with quantisation-aware

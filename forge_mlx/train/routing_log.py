@@ -21,7 +21,8 @@ class RoutingWindow:
         load: tokens sent to each expert, ``[MoE layers][E]``.
         dropped: expert places that tokens asked for and did not get. Nothing in this model drops any: it is counted,
             not assumed.
-        entropy: of the router's distribution over experts, nats, a mean over the tokens of each step; ``[MoE layers]``.
+        entropy: of the router's distribution over experts, nats, a mean over the tokens of each step, 0 without any;
+            ``[MoE layers]``.
         aux_loss: the Switch loss of each step before its weight, ``[MoE layers]``.
         z_loss: the router z-loss of each step before its weight, ``[MoE layers]``.
     """
@@ -43,7 +44,7 @@ class RoutingWindow:
         if not records:
             return
         found = {
-            "entropy": mx.stack([record.entropy_sum / record.tokens for record in records]),
+            "entropy": mx.stack([record.entropy_sum / mx.maximum(record.tokens, 1) for record in records]),
             "aux_loss": mx.stack([aux_loss(record) for record in records]),
             "z_loss": mx.stack([z_loss(record) for record in records]),
         }

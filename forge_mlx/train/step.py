@@ -27,7 +27,11 @@ class _Config(Protocol):
 
 @runtime_checkable
 class HasHead(Protocol):
-    """A model whose logits are softcap(hidden(tokens) @ head_weight.T)."""
+    """A model whose logits are softcap(hidden(tokens) @ head_weight.T).
+
+    A model whose ``head_weight`` is made from a parameter, as a fake-quantised one, also has ``head_name``: the name of
+    the module whose ``weight`` that is.
+    """
 
     config: _Config
 
@@ -35,10 +39,6 @@ class HasHead(Protocol):
         self, tokens: mx.array, *, segment_ids: mx.array | None = None, positions: mx.array | None = None
     ) -> mx.array:
         """Map ``[B, T]`` to ``[B, T, C]``."""
-
-    @property
-    def head_name(self) -> str:
-        """The name of the module that ``head_weight`` comes from."""
 
     @property
     def head_weight(self) -> mx.array:
@@ -101,10 +101,14 @@ def summed_loss(
 
 
 def _trains_head(model: nn.Module) -> bool:
-    """Whether the head's weight is trainable."""
+    """Whether the head's weight is trainable: a parameter of ``head_name`` where the model has that, or one itself."""
     if not isinstance(model, HasHead):
         return False
-    return any(name == f"{model.head_name}.weight" for name, _ in named_arrays(model.trainable_parameters()))
+    trainable = named_arrays(model.trainable_parameters())
+    if (owner := getattr(model, "head_name", None)) is not None:
+        return any(name == f"{owner}.weight" for name, _ in trainable)
+    weight = model.head_weight
+    return any(array is weight for _, array in trainable)
 
 
 def frozen_parameters(model: nn.Module) -> Tree:

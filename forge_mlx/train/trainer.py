@@ -218,7 +218,7 @@ class Trainer:
         set_fake_quant(self.model, wanted)
         self.step_function.recompile()
         self.evaluate_batch = make_evaluator(self.model, self.placement.dtype)
-        return f"fake quantisation {'begins' if wanted else 'ends'} behind step {self.step}"
+        return f"fake quantisation {'begins' if wanted else 'ends'} after step {self.step}"
 
     def evaluate(self, max_tokens: int | None) -> dict[str, float]:
         """Validation loss (nats a token), bits per byte and the number of targets, over fixed rows."""

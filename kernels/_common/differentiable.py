@@ -26,6 +26,7 @@ def differentiable(
     """The function `forward` whose gradient is `backward`, and whose second derivative is that of `formula`.
 
     Options go into the three functions by closure, arrays only as arguments: an array in a closure gets no gradient.
+    `mx.jvp` differentiates what `forward` does, and so works where that is plain operations: a kernel has no rule.
 
     Args:
         forward: Takes the inputs and returns a tuple of outputs.
@@ -46,7 +47,8 @@ def differentiable(
 
     @mx.custom_function
     def function(*inputs: mx.array) -> Arrays:
-        return forward(*inputs)
+        # mx.jvp looks in here, where a cut around the call is not seen.
+        return forward(*_held(inputs, constants))
 
     @function.vjp
     def vjp(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
@@ -69,7 +71,7 @@ def _gradient(backward: Function, formula: Function, constants: Collection[int],
 
     @mx.custom_function
     def gradient(*inputs: mx.array) -> Arrays:
-        return backward(*inputs)
+        return backward(*_held(inputs, constants))
 
     @gradient.vjp
     def vjp(primals: Arrays, cotangents: Arrays, _outputs: Arrays) -> Arrays:

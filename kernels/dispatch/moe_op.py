@@ -24,7 +24,7 @@ def moe_dispatch(x: mx.array, indices: mx.array, *, impl: str | None = None) -> 
 
     Differentiable in x: dx[n] is the sum of its k rows' gradients, in float32, in the order of the slots and rounded
     once, without atomics: the same bits every time. Derivatives of any order are these two again. indices and the plan
-    are integers without a gradient, cut off from what they were made of.
+    are integers without a gradient, cut off from what they were made of. Forward mode (`mx.jvp`): impl "reference".
 
     A negative index (a token of padding), and one that int32 does not hold, names no expert: nothing can raise inside
     a compiled step. Its row comes first all the same, among those of expert 0, and `moe_combine` counts it nowhere. How
@@ -66,9 +66,9 @@ def moe_combine(y: mx.array, gates: mx.array, plan: DispatchPlan, *, impl: str |
 
     For an expert that a token names twice the gate counts for both rows, and its gradient is the sum of both. An index
     that is not in `[0, E)` has the gate 0: its row is not added, even if it is not finite, and gets the gradient 0.
-    Second derivatives are those of the gradient's formula in plain MLX operations. Engine "reference": plain MLX
-    operations; on a GPU the gates' gradients of an expert that a token names three times or more may differ in their
-    last bits from run to run.
+    Second derivatives are those of the gradient's formula in plain MLX operations. Engine "reference", the one with
+    forward mode (`mx.jvp`): plain MLX operations; on a GPU the gates' gradients of an expert that a token names three
+    times or more may differ in their last bits from run to run.
 
     Args:
         y: `[N k, C]`, a row for each row of `moe_dispatch`, float32, float16 or bfloat16.

@@ -13,22 +13,23 @@ template <typename T, int MODE>
     const device T* w [[buffer(0)]],
     const constant int* w_shape [[buffer(1)]],
     const constant int& elements_per_group [[buffer(2)]],
-    device float* parts [[buffer(3)]],
+    const constant int& groups_per_row [[buffer(3)]],
+    device float* parts [[buffer(4)]],
     uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]],
     uint thread_index_in_simdgroup [[thread_index_in_simdgroup]],
     uint3 thread_position_in_threadgroup [[thread_position_in_threadgroup]],
     uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
-    uint3 threadgroups_per_grid [[threadgroups_per_grid]],
     uint3 threads_per_threadgroup [[threads_per_threadgroup]]) {
   constexpr int N = forge::vector_size<T>();
   typedef typename forge::RowMode<MODE>::Found Found;
   threadgroup float scratch[32 * Found::size];
 
   const int columns = w_shape[1];
-  const int first = threadgroup_position_in_grid.x * elements_per_group;
+  const uint row = threadgroup_position_in_grid.x / groups_per_row;
+  const int first = (threadgroup_position_in_grid.x - row * groups_per_row) * elements_per_group;
   const int count = min(elements_per_group, columns - first);
   const int step = threads_per_threadgroup.x * N;
-  w += size_t(threadgroup_position_in_grid.y) * columns + first;
+  w += size_t(row) * columns + first;
 
   Found found;
   // Down from what is left: a place past the end might not fit an int.
@@ -43,7 +44,6 @@ template <typename T, int MODE>
   forge::join_threadgroup(
       found, scratch, thread_index_in_simdgroup, simdgroup_index_in_threadgroup, threads_per_threadgroup.x);
   if (thread_position_in_threadgroup.x == 0) {
-    const size_t parts_before = size_t(threadgroup_position_in_grid.y) * threadgroups_per_grid.x;
-    found.leave(parts + (parts_before + threadgroup_position_in_grid.x) * Found::size);
+    found.leave(parts + size_t(threadgroup_position_in_grid.x) * Found::size);
   }
 }

@@ -141,14 +141,16 @@ def _in_two_passes(what: str, engine: EngineName, mode: Mode, rows: Mapping[str,
     w = rows["w"]
     scales = _scales(engine, w, mode)
     batches, columns = w.shape
-    threads = round_up(-(-columns // vector_size(w.dtype)), SIMDGROUP)
+    vectors = -(-columns // vector_size(w.dtype))
+    threads = min(_THREADS, round_up(vectors, SIMDGROUP))
+    groups = -(-vectors // threads)
     found = _run(
         f"{what}_scaled",
         engine,
-        {**rows, "scales": scales},
+        {**rows, "scales": scales, "groups_per_row": groups},
         {name: output for name, output in outputs.items() if name != "scales"},
-        (threads, batches, 1),
-        min(_THREADS, threads),
+        (batches * groups * threads, 1, 1),
+        threads,
         {"T": w.dtype, "MODE": _NUMBERS[mode]},
     )
     return found if "scales" not in outputs else (*found, scales.reshape(outputs["scales"][0]))
@@ -166,9 +168,9 @@ def _scales(engine: EngineName, w: mx.array, mode: Mode) -> mx.array:
     (parts,) = _run(
         "find_parts",
         engine,
-        {"w": w, "elements_per_group": min(per_group, columns)},
+        {"w": w, "elements_per_group": min(per_group, columns), "groups_per_row": groups},
         {"parts": ((batches, groups, _FOUND[mode]), mx.float32)},
-        (groups * threads, batches, 1),
+        (batches * groups * threads, 1, 1),
         threads,
         {"T": w.dtype, "MODE": _NUMBERS[mode]},
     )

@@ -35,7 +35,8 @@ def quantize(
     | ternary | float32: mean(abs(w)), within 2 ulp | -1, 0, 1, plus 1 |
     | fp8_e4m3 | float32: m / 448 | e4m3 |
 
-    affine equals `mx.quantize` on the CPU bit for bit, the MX and NV modes off ties (BitNet b1.58: Ma et al. 2024;
+    affine equals `mx.quantize` on the CPU bit for bit, the MX and NV modes off ties, but where MLX's CPU code goes
+    wrong: scales below 2^-127 in mxfp4 and mxfp8, numbers from about 1e10 on in nvfp4 (BitNet b1.58: Ma et al. 2024;
     MX: OCP Microscaling Formats 1.0). Zeros stay zeros (in affine up to the last
     bit of the bias); a row whose scale is 0 is all zeros. A group, row or matrix
     that holds NaN or an infinity has the codes of 0 and a scale (and bias) that stands for NaN: NaN itself, 255 in

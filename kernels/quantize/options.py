@@ -41,7 +41,7 @@ _MODES: Final[dict[Mode, _Choices]] = {
     "fp8_e4m3": _Choices(granularities=("row", "tensor"), fixed_bits=8),
 }
 MODES: Final[tuple[Mode, ...]] = tuple(_MODES)
-STES: Final[tuple[Ste, ...]] = ("identity", "clip")
+_STES: Final[tuple[Ste, ...]] = ("identity", "clip")
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def check_ste(op: str, ste: str) -> Ste:
     Raises:
         ValueError: For anything else.
     """
-    found = next((each for each in STES if ste == each), None)
+    found = next((each for each in _STES if ste == each), None)
     if found is None:
         raise ValueError(f"[{op}] ste must be 'identity' or 'clip' but got {ste!r}.")
     return found

@@ -14,20 +14,25 @@ template <typename T, int MODE>
     const device T* w [[buffer(0)]],
     const constant int* w_shape [[buffer(1)]],
     const device float* scales [[buffer(2)]],
-    device uint32_t* codes [[buffer(3)]],
+    const constant int& groups_per_row [[buffer(3)]],
+    device uint32_t* codes [[buffer(4)]],
     uint thread_index_in_simdgroup [[thread_index_in_simdgroup]],
-    uint3 thread_position_in_grid [[thread_position_in_grid]]) {
+    uint3 thread_position_in_threadgroup [[thread_position_in_threadgroup]],
+    uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
+    uint3 threads_per_threadgroup [[threads_per_threadgroup]]) {
   constexpr int N = forge::vector_size<T>();
   typedef typename forge::RowMode<MODE>::type Codec;
 
   const uint columns = w_shape[1];
-  const uint column = thread_position_in_grid.x * N;
+  const uint row = threadgroup_position_in_grid.x / groups_per_row;
+  const uint group = threadgroup_position_in_grid.x - row * groups_per_row;
+  const uint column = (group * threads_per_threadgroup.x + thread_position_in_threadgroup.x) * N;
   const int limit = column < columns ? min(columns - column, uint(N)) : 0;
-  const size_t at = size_t(thread_position_in_grid.y) * columns + column;
+  const size_t at = size_t(row) * columns + column;
   float x[N];
   forge::load_floats(w + at, limit, x);
   const ushort lane = thread_index_in_simdgroup;
-  const float scale = forge::from_first(lane == 0 ? scales[thread_position_in_grid.y] : 0.0f, lane, 32);
+  const float scale = forge::from_first(lane == 0 ? scales[row] : 0.0f, lane, 32);
   const Codec codec(scale);
   uint own[N];
 #pragma clang loop unroll(full)

@@ -11,7 +11,7 @@ from statistics import mean, stdev
 from forge_mlx.models.moe import MoE
 from forge_mlx.models.registry import build_model
 from forge_mlx.train.load import load_config
-from runs import CONFIGS, Task, final_loss, spread, train_all
+from runs import Task, final_loss, spread, train_all
 
 EXPERTS = (
     "model.arch=moe",
@@ -26,10 +26,9 @@ EXPERTS = (
 MODELS = {"dense": (), "moe": EXPERTS}
 
 
-def active_parameters(overrides: tuple[str, ...]) -> int:
-    """Of a model: those that a token meets, embeddings not counted."""
-    config = load_config(CONFIGS / "quickstart.yaml", overrides).with_vocab_size(2048)
-    model = build_model(config.model)
+def active_parameters(folder: Path) -> int:
+    """Of a run's model: those that a token meets, embeddings not counted."""
+    model = build_model(load_config(folder / "config.yaml").model)
     count = model.num_active_parameters if isinstance(model, MoE) else model.num_parameters
     return count(embeddings=False)
 
@@ -50,7 +49,8 @@ def main() -> None:
     folders = train_all(tasks, options.runs, options.jobs)
     losses = {name: [final_loss(folders[f"{name}-{seed}"]) for seed in range(options.seeds)] for name in MODELS}
     for name, values in losses.items():
-        print(f"{name:<6} {active_parameters(MODELS[name]):,} active parameters: validation loss {spread(values)}")
+        active = active_parameters(folders[f"{name}-0"])
+        print(f"{name:<6} {active:,} active parameters: validation loss {spread(values)}")
     if options.seeds > 1:
         gain = mean(losses["dense"]) - mean(losses["moe"])
         noise = max(stdev(values) for values in losses.values())

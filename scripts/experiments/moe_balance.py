@@ -1,6 +1,6 @@
 """Does the selection bias balance the experts? Trains moe_quickstart.yaml with and without it and compares loads.
 
-The load of a layer is pooled over the last steps of the run: tokens sent to each expert, the largest over the mean.
+The load of a layer is pooled over the last sixth of the steps: tokens sent to each expert, the largest over the mean.
 Without balancing the gates alone decide. Writes moe_balance.png: the worst layer's max / mean load over the steps.
 """
 
@@ -14,9 +14,11 @@ from runs import Task, final_loss, train_all, train_records
 BALANCED = {"unbalanced": "0", "bias rate 1e-3": "1e-3", "bias rate 1e-2": "1e-2"}
 
 
-def max_over_mean(folder: Path, first: int, last: int) -> np.ndarray:
-    """Of each MoE layer, the load pooled over the records of steps first to last."""
-    loads = [np.array(r["moe"]["load"]) for r in train_records(folder) if first <= r["step"] <= last]
+def max_over_mean(folder: Path) -> np.ndarray:
+    """Of each MoE layer, the load pooled over the records of the last sixth of the steps."""
+    records = train_records(folder)
+    last = records[-1]["step"]
+    loads = [np.array(r["moe"]["load"]) for r in records if r["step"] > last - max(1, last // 6)]
     pooled = np.sum(loads, axis=0)
     return np.asarray(pooled.max(axis=1) / pooled.mean(axis=1))
 
@@ -51,9 +53,9 @@ def main() -> None:
     ]
     found = train_all(tasks, options.runs, options.jobs)
     folders = dict(zip(BALANCED, found.values(), strict=True))
-    print("largest load over the mean load, by layer, pooled over steps 251 to 300:")
+    print("largest load over the mean load, by layer, pooled over the last sixth of the steps:")
     for name, folder in folders.items():
-        layers = max_over_mean(folder, 251, 300)
+        layers = max_over_mean(folder)
         each = ", ".join(f"{value:.2f}" for value in layers)
         print(f"  {name:<16} worst {layers.max():.2f} ({each}); validation loss {final_loss(folder):.4f}")
     plot(folders, options.runs / "moe_balance.png")

@@ -16,11 +16,12 @@ from forge_mlx.hub.native import load_model
 from forge_mlx.kernels import fake_quant
 from forge_mlx.models.gpt import GPT
 from forge_mlx.nn.parameters import named_arrays
+from forge_mlx.train.device import DTYPES
 from forge_mlx.train.load import load_config
 from forge_mlx.train.step import make_evaluator
 import mlx.core as mx
 from mlx.utils import tree_unflatten
-from runs import Task, final_loss, spread, train_all
+from runs import CONFIGS, Task, final_loss, spread, train_all
 
 Rounding = Callable[[mx.array], mx.array]
 
@@ -63,7 +64,7 @@ def validation_loss(folder: Path, rounding: Rounding) -> float:
     quantised_after_training(model, rounding)
     data = prepare(config.data, log=lambda _: None)
     rows = validation_rows(data.valid, config.train.seq_len, config.data.packing)
-    evaluate = make_evaluator(model, {"float32": mx.float32, "bfloat16": mx.bfloat16}[config.run.dtype])
+    evaluate = make_evaluator(model, DTYPES[config.run.dtype])
     nats, tokens = 0.0, 0
     for batch in eval_batches(rows, config.train.batch_size, config.train.final_eval_tokens):
         nats += float(evaluate(model.trainable_parameters(), batch))
@@ -81,12 +82,13 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
     options = parser.parse_args()
     seeds = range(options.seeds)
+    # What the overrides leave of the config's own number.
+    start = round(options.start * load_config(CONFIGS / "quickstart.yaml", options.overrides).train.steps)
     tasks = []
     for seed in seeds:
         shared = (f"run.seed={seed}", *options.overrides)
         tasks.append(Task(f"float-{seed}", "quickstart.yaml", shared))
         for name, (settings, _) in FORMATS.items():
-            start = round(options.start * 440)
             qat = (*settings, f"qat.start_step={start}", "qat.overrides={embed_tokens: {weights: affine, bits: 8}}")
             tasks.append(Task(f"{name.replace(' ', '-')}-{seed}", "quickstart.yaml", (*shared, *qat)))
     folders = train_all(tasks, options.runs, options.jobs)

@@ -213,16 +213,21 @@ def test_a_prepared_model_is_refused(tmp_path, tokenizer):
     ("settings", "problem"),
     [
         ({"weights": "int8", "modules": ["*.up_proj"]}, "layers.0.mlp.up_proj: a CodesLinear (int8)"),
-        ({"weights": "fp8_e4m3", "modules": ["embed_tokens"]}, "has embed_tokens: a CodesEmbedding (fp8_e4m3). Fuse"),
+        ({"weights": "fp8_e4m3", "modules": ["embed_tokens"]}, "has embed_tokens: a CodesEmbedding (fp8_e4m3). Train"),
         (
             {"activations": "int8", "modules": ["layers.1.*"]},
-            "layers.1.self_attn.o_proj: inputs in int8 and 3 more. Fuse",
+            "layers.1.self_attn.o_proj: inputs in int8 and 3 more. Train",
         ),
     ],
     ids=["int8", "fp8 table", "inputs"],
 )
 def test_formats_that_mlx_has_not(tmp_path, tokenizer, settings, problem):
-    assert problem in refusal(tmp_path, qat(gpt(), **settings), tokenizer)
+    message = refusal(tmp_path, qat(gpt(), **settings), tokenizer)
+    assert problem in message
+    assert (
+        "Train with weights affine, mxfp4, mxfp8, nvfp4 or ternary, and without activations; a checkpoint from before "
+        "qat.start_step is exported as a float model. Fuse" in message
+    )
 
 
 def test_layers_of_other_kinds(tmp_path, tokenizer):
@@ -240,6 +245,7 @@ def test_layers_of_other_kinds(tmp_path, tokenizer):
         "layers.1.self_attn.q_proj.layers.0: a Linear",
     ):
         assert problem in message
+    assert "Train" not in message
 
 
 def test_a_tokenizer_of_another_model(tmp_path, tokenizer):

@@ -158,6 +158,15 @@ def test_an_entry_that_fits_nothing(folder, name, entry, message):
     assert error(folder).startswith(f"{file}: quantization.{message}")
 
 
+def test_an_entry_for_a_router(tmp_path, tokenizer):
+    save_model(tmp_path, converted(MoE(MOE_CONFIG, seed=3)), tokenizer)
+    file, router = tmp_path / "config.json", "layers.1.mlp.router"
+    values = json.loads(file.read_text())
+    values["quantization"][router] = values["quantization"]["layers.0.mlp.up_proj"]
+    file.write_text(json.dumps(values))
+    assert error(tmp_path).startswith(f"{file}: quantization.{router}: a Router has no matrix that could be in codes.")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

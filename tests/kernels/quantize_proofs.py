@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from forge_mlx.kernels._common.cases import laid_out
+from forge_mlx.kernels.quantize import exact
 from forge_mlx.kernels.quantize.options import Options, checked_options
 from forge_mlx.metal import emulator
 from forge_mlx.metal.dtypes import dtype_name
@@ -11,7 +12,6 @@ from forge_mlx.metal.emulator import MetalError, MetalWarning
 import mlx.core as mx
 import numpy as np
 import pytest
-import quantize_oracle as oracle
 
 KINDS = (
     "normal",
@@ -82,11 +82,10 @@ class QuantizeCase:
         shape = (len(self.kinds), self.rows, self.columns)
         return mx.array(np.random.default_rng(7).uniform(0.5, 1, shape).astype(np.float32)).astype(self.dtype)
 
-    def oracle(self, scales: np.ndarray | None = None) -> oracle.Quantized:
+    def oracle(self, scales: np.ndarray | None = None) -> exact.Exact:
         """What NumPy makes of it."""
         w = np.array(self.weights().astype(mx.float32))
-        given = {"bits": self.bits, "group_size": self.group_size, "granularity": self.granularity}
-        return oracle.quantize(w, self.dtype, self.mode, **given, scales=scales)
+        return exact.quantize(w, self.options, self.dtype, scales)
 
     def _matrix(self, kind: str, random: np.random.Generator) -> np.ndarray:
         w = random.normal(size=(self.rows, self.columns)).astype(np.float32)

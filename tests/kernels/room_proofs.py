@@ -113,10 +113,11 @@ def thinned(cases: Iterable[C], is_fast: Callable[[C], bool], every: int = 1) ->
     return found
 
 
-def mostly_slow(faults: Iterable[str]) -> list[object]:
-    """Names of faults for `parametrize`: each compiles a kernel of its own, so four in five are slow tests."""
+def mostly_slow(faults: Iterable[str], *, every: int = 5) -> list[object]:
+    """Names of faults for `parametrize`: each compiles a kernel of its own, so all but one in `every` are slow."""
     return [
-        fault if index % 5 == 0 else pytest.param(fault, marks=pytest.mark.slow) for index, fault in enumerate(faults)
+        fault if index % every == 0 else pytest.param(fault, marks=pytest.mark.slow)
+        for index, fault in enumerate(faults)
     ]
 
 

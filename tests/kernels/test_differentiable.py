@@ -148,6 +148,29 @@ def test_ids_may_come_from_what_has_no_derivative():
     assert_close(got, mx.grad(lambda weight: picked(weight, mx.argsort(-WEIGHT[:, 0])[:2], SCALE)[0].sum())(WEIGHT))
 
 
+def cubed(x, order, _back):
+    return (x[order] ** 3,)
+
+
+def gradient_of_cubed(x, _order, back, dy):
+    return (3 * x * x * dy[back],)
+
+
+ORDER, BACK = mx.array([2, 0, 3, 1]), mx.array([1, 3, 0, 2])
+
+
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_forward_mode_does_not_meet_the_constants(has_kernel):
+    """MLX refuses tangents of indices; the gradient's own derivative in forward mode is 6 x v w."""
+    backward = (lambda *given: gradient_of_cubed(*given)) if has_kernel else gradient_of_cubed
+    function = differentiable(cubed, backward, gradient_of_cubed, constants={1, 2}, vmap=map_batches)
+    x, v, w = (random((4,), seed) for seed in range(3))
+    _, (moved,) = mx.jvp(lambda x: function(x, ORDER, BACK)[0], [x], [v])
+    assert_close(moved, (3 * x * x * v)[ORDER])
+    _, (moved,) = mx.jvp(mx.grad(lambda x: (function(x, ORDER, BACK)[0] * w).sum()), [x], [v])
+    assert_close(moved, 6 * x * v * w[BACK])
+
+
 def test_gradient_has_a_rule_of_its_own():
     rules = []
 

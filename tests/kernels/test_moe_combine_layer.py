@@ -7,7 +7,8 @@ import pytest
 from room_proofs import random
 import torch
 
-ENGINES = ["emulator", "reference"]
+# Of all three kernels on the emulator most is compiling.
+ENGINES = [pytest.param("emulator", marks=pytest.mark.slow), "reference"]
 COLUMNS, INSIDE, EXPERTS, K = 12, 20, 5, 2
 
 
@@ -120,7 +121,7 @@ def test_tokens_of_padding_take_no_part(impl):
     assert not mx.where(is_token[..., None], 0, found[1]).any()
 
 
-@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("impl", ["emulator", "reference"])
 def test_a_selected_gate_of_zero_has_a_gradient(impl):
     x, indices = random((4, 8), 0), mx.array([[0, 1]] * 4)
     rows, plan = moe_dispatch(x, indices, impl=impl)

@@ -163,6 +163,42 @@ def test_second_derivative(impl):
         assert want.any()
 
 
+def by_steps(function, inputs, tangents):
+    """The derivative along tangents by central differences in float64."""
+    step = 1e-6
+    above, below = (function(*(a + sign * step * t for a, t in zip(inputs, tangents, strict=True))) for sign in (1, -1))
+    return mx.array((above - below) / (2 * step))
+
+
+@pytest.mark.parametrize("moving", ["y", "gates", "both"])
+def test_forward_mode_of_the_reference_matches_finite_differences(moving):
+    indices = np.array([[3, 3], [-1, 0], [2, 1], [0, 4], [1, 2]])
+    order = np.argsort(np.maximum(indices, -1).reshape(-1), kind="stable")
+    slots = np.argsort(order).reshape(indices.shape)
+    x, gates, y = (np.array(random(shape, seed), np.float64) for seed, shape in enumerate([(5, 6), (5, 4), (10, 6)]))
+    dx, dgates, dy = (np.array(random(each.shape, 7), np.float64) for each in (x, gates, y))
+    rows, plan = moe_dispatch(mx.array(x, mx.float32), mx.array(indices), impl="reference")
+
+    def combined(y, gates):
+        known = (indices >= 0) & (indices < 4)
+        weights = np.where(known, np.take_along_axis(gates, np.where(known, indices, 0), axis=1), 0)
+        return (weights[..., None] * y[slots]).sum(axis=1)
+
+    def combine(y, gates):
+        return moe_combine(y, gates, plan, impl="reference")
+
+    inputs, tangents = (y, gates), (dy * (moving != "gates"), dgates * (moving != "y"))
+    _, (got,) = mx.jvp(combine, [mx.array(a, mx.float32) for a in inputs], [mx.array(t, mx.float32) for t in tangents])
+    assert_close(got, by_steps(combined, inputs, tangents))
+    _, (got,) = mx.jvp(
+        lambda x: moe_dispatch(x, mx.array(indices), impl="reference")[0],
+        [mx.array(x, mx.float32)],
+        [mx.array(dx, mx.float32)],
+    )
+    assert_close(got, by_steps(lambda x: x[order // 2], (x,), (dx,)))
+    assert rows.shape == got.shape
+
+
 def test_gradient_of_moe_dispatch_holds_no_input():
     shape, indices = (2**10, 2**12), mx.zeros((2**10, 1), mx.int32)
     gradient = mx.vjp(lambda x: moe_dispatch(x, indices, impl="reference")[0], [mx.zeros(shape)], [mx.ones(shape)])[1]

@@ -382,7 +382,9 @@ def test_quantised_model_runs(tied, position):
     model = GPT(config)
     tokens = mx.array([[5, 17, 3]])
     logits = model(tokens)
+    counts = model.num_parameters(), model.num_parameters(embeddings=False), model.flops_per_token(5)
     nn.quantize(model, group_size=32, bits=8)
+    assert (model.num_parameters(), model.num_parameters(embeddings=False), model.flops_per_token(5)) == counts
     assert mx.abs(model(tokens) - logits).max() <= 0.05 * mx.abs(logits).max()
     with pytest.raises(
         ValueError, match="head_weight must be the matrix of an Embedding or a Linear but the head is a Q"

@@ -29,7 +29,10 @@ def test_every_field_has_a_help_text():
         ({"num_experts": 1025}, "num_experts"),
         ({"experts_per_token": 0}, "experts_per_token"),
         ({"experts_per_token": 9}, "experts_per_token must be 1 to num_experts, 8, but got 9"),
-        ({"experts_per_token": 1}, "normalize_gates must be false with experts_per_token: 1 but got true"),
+        (
+            {"experts_per_token": 1},
+            "normalize_gates must be false with experts_per_token: 1 but got true, which is its default",
+        ),
         ({"expert_intermediate_size": 0}, "expert_intermediate_size"),
         ({"router_scores": "tanh"}, "router_scores"),
         ({"normalize_gates": 1}, "normalize_gates"),

@@ -204,6 +204,24 @@ def test_the_converted_model_gives_the_logits_of_training(mode, family, activati
     assert off(model(TOKENS), trained) <= (2e-6 if activations is None else 0.02)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", SOME_MODES)
+def test_counts_are_those_of_the_weights_that_codes_stand_for(mode, family):
+    def counts():
+        found = [model.num_parameters(), model.num_parameters(embeddings=False), model.flops_per_token(7)]
+        if family == "moe":
+            found += [model.num_active_parameters(), model.num_active_parameters(embeddings=False)]
+        return found
+
+    model = build(FAMILIES[family])
+    of_floats = counts()
+    prepare_qat(model, QATConfig(weights=mode))
+    assert counts() == of_floats
+    convert_qat(model)
+    assert model.layers[0].self_attn.q_proj.weight.dtype == mx.uint32
+    assert counts() == of_floats
+
+
 def test_generation_with_a_cache_is_that_without_one():
     model = convert_qat(prepare_qat(build(MOE), QATConfig(weights="affine", activations="int8")))
     whole, cache = model(TOKENS), model.make_cache()
@@ -219,7 +237,7 @@ def test_overrides_choose_per_module_and_the_last_that_fits_counts():
         activations="int8",
         overrides={
             "layers.*": {"bits": 3},
-            "*_proj": {"group_size": 64},
+            "*.self_attn.*": {"group_size": 64},
             "layers.1.*": {"weights": "ternary", "granularity": "row", "activations": "float"},
             "layers.*.v_proj": None,
             "embed_tokens": {"bits": 8},
@@ -231,6 +249,7 @@ def test_overrides_choose_per_module_and_the_last_that_fits_counts():
         n: (x.options.mode, x.options.bits, x.options.group_size, x.activations)
         for n, x in layers(model, FakeQuantized).items()
     }
+    assert found["layers.0.mlp.up_proj"] == ("affine", 3, 32, "int8")
     assert found["layers.0.self_attn.q_proj"] == ("affine", 2, 64, "int8")
     assert found["layers.1.mlp.up_proj"] == ("ternary", 2, None, None)
     assert found["embed_tokens"] == ("affine", 8, 32, None)
@@ -288,6 +307,46 @@ def test_a_pattern_that_fits_nothing_is_refused_and_nothing_changes(settings, me
     assert not is_prepared(model)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"overrides": {"*": None}}, "overrides: a layer must be left to quantise but null fits all"),
+        ({"modules": ["embed*"], "overrides": {"embed*": None}}, "overrides: a layer must be left"),
+        (
+            {"overrides": {"embed_tokens": {"bits": 8}, "*": {"bits": 2}}},
+            "overrides: a pattern must decide about a layer but all that 'embed_tokens' fits are fitted by later ones",
+        ),
+        (
+            {"overrides": {"*_proj": {"bits": 8}, "layers.0.*": None, "layers.1.*": None}},
+            r"overrides: .* but all that '\*_proj' fits",
+        ),
+        (
+            {"modules": ["embed_tokens", "lm_head"], "activations": "int8"},
+            "activations must be null where the inputs of all quantised layers stay float.* but got int8",
+        ),
+        ({"activations": "int8", "overrides": {"*": {"activations": "float"}}}, "activations must be null"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused_and_nothing_changes(settings, message):
+    model = build(UNTIED)
+    with pytest.raises(ValueError, match=r"\[prepare_qat\] " + message):
+        prepare_qat(model, QATConfig(**settings))
+    assert not is_prepared(model)
+
+
+def test_models_that_cannot_be_prepared():
+    for model, message in (
+        (convert_qat(prepare_qat(build(), QATConfig())), "model must hold floats but embed_tokens holds codes"),
+        (nn.QuantizedLinear(64, 64), "model must hold floats but it holds codes"),
+        (Linear(64, 64), "model must be a module that holds the layers .* but is itself a Linear"),
+        (nn.RMSNorm(4), "model must have linear layers, .* but the RMSNorm has none"),
+    ):
+        with pytest.raises(ValueError, match=r"\[prepare_qat\] " + message):
+            prepare_qat(model, QATConfig())
+    with pytest.raises(ValueError, match=r"\[prepare_qat\] config must be a QATConfig but got a dict\."):
+        prepare_qat(build(), {"weights": "affine"})
+
+
 def test_activations_of_an_untied_head_are_refused_and_else_left_float():
     with pytest.raises(ValueError, match="activations must be left out for 'lm_head'"):
         prepare_qat(build(UNTIED), QATConfig(overrides={"lm_head": {"activations": "int8"}}))
@@ -298,7 +357,7 @@ def test_activations_of_an_untied_head_are_refused_and_else_left_float():
 
 def test_all_shapes_that_do_not_fit_are_named_at_once_and_nothing_changes():
     model = build({**UNTIED, "hidden_size": 48, "num_heads": 3, "num_kv_heads": 3})
-    with pytest.raises(ValueError, match=r"\[prepare_qat\] the last axis .* overrides: null\.") as caught:
+    with pytest.raises(ValueError, match=r"\[prepare_qat\] the last axis .* overrides: \{NAME: null\}\.") as caught:
         prepare_qat(model, QATConfig(overrides={"lm_head": {"weights": "ternary"}, "*.k_proj": {"weights": "int8"}}))
     text = str(caught.value)
     assert "lm_head (33, 48) (ternary: a multiple of 32)" in text

@@ -28,20 +28,20 @@ def test_each_mode_has_its_defaults(mode):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bits": 7}, "weights: bits must be 4, 2, 3, 5, 6 or 8 in the mode 'affine' but got 7."),
-        ({"group_size": 16}, "weights: group_size must be 64, 32 or 128 in the mode 'affine' but got 16."),
+        ({"bits": 7}, "bits must be 4, 2, 3, 5, 6 or 8 in the mode 'affine' but got 7."),
+        ({"group_size": 16}, "group_size must be 64, 32 or 128 in the mode 'affine' but got 16."),
         (
             {"weights": "ternary", "bits": 2},
-            "weights: mode 'ternary' takes no bits but got 2. Leave it out.",
+            "bits: mode 'ternary' takes no bits but got 2. Leave it out.",
         ),
         (
             {"granularity": "row"},
-            "weights: mode 'affine' takes no granularity but got 'row'. Leave it out.",
+            "granularity: mode 'affine' takes no granularity but got 'row'. Leave it out.",
         ),
         ({"end_step": 5, "start_step": 5}, "end_step must be greater than start_step, 5, but got 5."),
         (
             {"overrides": {"lm_head": {"bits": 7}}},
-            "overrides.lm_head: bits must be 4, 2, 3, 5, 6 or 8 in the mode 'affine' but got 7.",
+            "overrides.lm_head.bits must be 4, 2, 3, 5, 6 or 8 in the mode 'affine' but got 7.",
         ),
         (
             {"weights": "int3"},
@@ -60,7 +60,16 @@ def test_what_is_wrong_is_said(settings, message):
 
 def test_all_problems_of_formats_are_said_at_once():
     (text,) = problems(bits=7, overrides={"a.*": {"bits": 9}, "b": {"weights": "int8", "group_size": 32}})
-    assert [line.split(": ")[0] for line in text.splitlines()] == ["weights", "overrides.a.*", "overrides.b"]
+    assert [line.split(" m")[0] for line in text.splitlines()] == [
+        *("bits", "overrides.a.*.bits", "overrides.b.group_size:")
+    ]
+
+
+@pytest.mark.parametrize("wrong", [{"group_size": 48}, {"granularity": "row"}, {"weights": "int8", "bits": 8}])
+def test_what_an_override_takes_over_is_blamed_once(wrong):
+    (text,) = problems(**wrong, overrides={"a": {}, "b": {"activations": "int8"}, "c": None})
+    assert "\n" not in text
+    assert "overrides" not in text
 
 
 def test_an_override_of_the_same_mode_keeps_the_rest_and_of_another_takes_its_defaults():

@@ -7,7 +7,7 @@ from forge_mlx.nn.expert_linear import ExpertLinear
 from forge_mlx.nn.mlp import MLP, GatedMLP
 from forge_mlx.nn.moe import Experts, MoELayer, routers, update_selection_bias
 from forge_mlx.nn.router import Router
-from forge_mlx.nn.routing_record import routing_records
+from forge_mlx.nn.routing_record import routing_penalty, routing_records
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
@@ -140,7 +140,83 @@ def test_padding_changes_the_record_alone():
     assert mx.array_equal(*outs)
     assert [record.tokens.item() for record in records] == [6, 3]
     assert [record.load.sum().item() for record in records] == [12, 6]
-    assert [record.assigned.item() for record in records] == [12, 12]
+
+
+@pytest.mark.parametrize(
+    ("is_token", "message"),
+    [
+        (mx.ones((2, 3)), "is_token must be bool but got float32"),
+        (mx.ones((2, 3), mx.int32), "is_token must be bool but got int32"),
+        (mx.ones((2, 1), mx.bool_), r"is_token must have the shape \(2, 3\), the leading axes of x, but got \(2, 1\)"),
+        (mx.ones((2, 3, 1), mx.bool_), r"is_token must have the shape \(2, 3\)"),
+        ([[True] * 3] * 2, "is_token must be an mx.array but got list"),
+    ],
+    ids=["floating", "integers", "broadcast", "axes", "list"],
+)
+def test_other_masks_are_refused(is_token, message):
+    """With records open or not."""
+    with pytest.raises(ValueError, match=rf"\[MoELayer\] {message}"):
+        layer()(mx.zeros((2, 3, WIDTH)), is_token)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            (Router(WIDTH, 8, 2), Experts(WIDTH, INSIDE, 4, activation="swiglu")),
+            "experts must be as many as .*, 8, but",
+        ),
+        (
+            (Router(WIDTH, 4, 2), Experts(WIDTH, INSIDE, 8, activation="swiglu")),
+            "experts must be as many as .*, 4, but",
+        ),
+        ((Router(WIDTH, 4, 2), Experts(9, INSIDE, 4, activation="gelu")), "experts must have the router's .*, 8, but"),
+        (
+            (
+                Router(WIDTH, 4, 2),
+                Experts(WIDTH, INSIDE, 4, activation="gelu"),
+                MLP(9, INSIDE, activation="gelu", bias=False),
+            ),
+            "shared_experts must have the router's hidden_size, 8, but got 9",
+        ),
+    ],
+    ids=["fewer", "more", "width", "shared"],
+)
+def test_parts_that_do_not_fit_are_refused(parts, message):
+    with pytest.raises(ValueError, match=rf"\[MoELayer\] {message}"):
+        MoELayer(*parts)
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["dropless", "dense"])
+def test_one_token_may_come_without_leading_axes(dense):
+    made, x = layer(k=3), some((WIDTH,), 1)
+    assert_close({"out": made(mx.array(x), mx.array(True), dense=dense)}, {"out": np.array(made(mx.array(x[None])))[0]})
+    with routing_records() as records:
+        made(mx.array(x), mx.array(False), dense=dense)
+    assert (records[0].tokens.item(), records[0].load.sum().item()) == (0, 0)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)], ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_no_tokens_are_recorded_as_none(shape, groups):
+    made = MoELayer(
+        Router(WIDTH, 6, 2, groups=groups, selection_bias=True), Experts(WIDTH, INSIDE, 6, activation="swiglu")
+    )
+
+    def loss(params, x):
+        made.update(params)
+        with routing_records() as records:
+            out = made(x, mx.ones(shape, mx.bool_))
+        penalty = routing_penalty(records, aux_loss_weight=1.0, router_z_loss_weight=1.0)
+        return out.sum() + penalty, (out, records)
+
+    params, x = made.trainable_parameters(), mx.zeros((*shape, WIDTH))
+    (value, (out, (record,))), (grads, dx) = mx.value_and_grad(loss, (0, 1))(params, x)
+    assert (value.item(), out.shape, dx.shape) == (0, x.shape, x.shape)
+    assert not any(mx.any(gradient).item() for _, gradient in tree_flatten(grads))
+    assert record.load.tolist() == [0] * 6
+    assert record.probability_sum.tolist() == [0] * 6
+    assert (record.tokens.item(), record.z_sum.item(), record.entropy_sum.item()) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
@@ -224,6 +300,14 @@ class Pair(nn.Module):
         super().__init__()
         self.layers = [layer(selection_bias=True) for _ in range(11)]
         self.head = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("activation", ["nope", "", None])
+def test_an_unknown_activation_is_refused_at_once(activation):
+    with pytest.raises(
+        ValueError, match=rf"\[Experts\] activation must be among swiglu, .*, relu2.* but got {activation!r}\."
+    ):
+        Experts(WIDTH, INSIDE, EXPERTS, activation=activation)
 
 
 def test_routers_come_in_the_order_of_the_layers():

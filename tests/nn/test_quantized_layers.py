@@ -84,6 +84,19 @@ def test_codes_are_those_of_quantize_and_stand_for_the_trained_weight(kind, mode
         assert mx.array_equal(values, want)
 
 
+@pytest.mark.parametrize("kind", ["linear", "embedding", "experts"])
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "int8"])
+def test_codes_never_become_trainable(kind, mode):
+    made = trained(kind, mode, {}, mx.float32)[0].to_coded()
+    model = nn.Module()
+    model.layer = made
+    rest = ["bias"] if "bias" in made else []
+    for unfreeze in (model.unfreeze, lambda: model.unfreeze(keys=["weight", "scales", "biases", "bias"])):
+        model.freeze()
+        unfreeze()
+        assert list(model.trainable_parameters()["layer"]) == rest
+
+
 @DTYPES
 @EACH_FORMAT
 def test_rows_of_an_embedding_of_codes_are_those_of_training(mode, chosen, dtype):

@@ -4,7 +4,8 @@ from functools import partial
 
 from forge_mlx.nn.router import Router
 import mlx.core as mx
-from mlx.utils import tree_flatten
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
 import numpy as np
 import pytest
 import torch
@@ -231,15 +232,48 @@ def test_balance_steps_by_the_sign():
         (mx.ones(4), 0.1, r"\[Router.balance\] load must be integers but got float32"),
         (mx.ones(3, mx.int32), 0.1, r"\[Router.balance\] load must have the shape \(4,\), that of the selection bias"),
         ([1, 2, 3, 4], 0.1, r"\[Router.balance\] load must be an mx.array but got list"),
-        (mx.ones(4, mx.int32), -0.1, r"\[Router.balance\] rate must be a number of 0 or more but got -0.1"),
-        (mx.ones(4, mx.int32), float("nan"), r"\[Router.balance\] rate must be a number of 0 or more but got nan"),
-        (mx.ones(4, mx.int32), None, r"\[Router.balance\] rate must be a number of 0 or more but got None"),
+        (mx.ones(4, mx.int32), -0.1, r"\[Router.balance\] rate must be a finite number of 0 or more but got -0.1"),
+        (
+            mx.ones(4, mx.int32),
+            float("nan"),
+            r"\[Router.balance\] rate must be a finite number of 0 or more but got nan",
+        ),
+        (
+            mx.ones(4, mx.int32),
+            float("inf"),
+            r"\[Router.balance\] rate must be a finite number of 0 or more but got inf",
+        ),
+        (mx.ones(4, mx.int32), None, r"\[Router.balance\] rate must be a finite number of 0 or more but got None"),
+        (mx.ones(4, mx.int32), 1e39, r"\[Router.balance\] rate must be within float32's range, .* but got 1e\+39"),
     ],
-    ids=["floating", "shape", "list", "negative", "nan", "none"],
+    ids=["floating", "shape", "list", "negative", "nan", "inf", "none", "large"],
 )
 def test_balance_refuses(load, rate, message):
     with pytest.raises(ValueError, match=message):
         Router(WIDTH, 4, 2, selection_bias=True).balance(load, rate)
+
+
+TO_16_BITS = {
+    "model": lambda router: nn.Sequential(nn.Linear(4, 4), router).set_dtype(mx.bfloat16),
+    "router": lambda router: router.set_dtype(mx.float16),
+    "update": lambda router: router.update(tree_map(lambda p: p.astype(mx.bfloat16), router.parameters())),
+    "load": lambda router: router.load_weights(
+        [(n, p.astype(mx.float16)) for n, p in tree_flatten(router.parameters())]
+    ),
+    "assigned": lambda router: setattr(router, "selection_bias", mx.zeros(4, mx.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("way", TO_16_BITS)
+def test_a_bias_moves_in_float32_in_a_model_of_16_bits(way):
+    router = Router(WIDTH, 4, 2, selection_bias=True)
+    TO_16_BITS[way](router)
+    assert (router.weight.dtype == mx.float32) == (way == "assigned")
+    assert router.selection_bias.dtype == mx.float32
+    for _ in range(2000):
+        router.balance(mx.array([10, 0, 5, 5]), 0.001)
+        mx.eval(router.selection_bias)
+    assert np.abs(np.array(router.selection_bias) - [-2, 2, 0, 0]).max() <= 1e-4
 
 
 def test_balance_needs_a_bias():
@@ -252,16 +286,59 @@ def test_balance_needs_a_bias():
     [
         ({"experts_per_token": 0}, "experts_per_token must be 1 to num_experts, 8, but got 0"),
         ({"experts_per_token": 9}, "experts_per_token must be 1 to num_experts, 8, but got 9"),
-        ({"groups": 3}, "expert_groups must divide num_experts, 8, but got 3"),
-        ({"groups": 0}, "expert_groups must divide num_experts, 8, but got 0"),
-        ({"groups": 4, "groups_per_token": 5}, "groups_per_token must be 1 to expert_groups, 4, but got 5"),
-        ({"groups": 4, "groups_per_token": 0}, "groups_per_token must be 1 to expert_groups, 4, but got 0"),
-        ({"groups": 8, "groups_per_token": 8}, "expert_groups must leave 2 or more experts in a group"),
+        ({"groups": 3}, "groups must divide num_experts, 8, but got 3"),
+        ({"groups": 0}, "groups must divide num_experts, 8, but got 0"),
+        ({"groups": 4, "groups_per_token": 5}, "groups_per_token must be 1 to groups, 4, but got 5"),
+        ({"groups": 4, "groups_per_token": 0}, "groups_per_token must be 1 to groups, 4, but got 0"),
+        ({"groups": 8, "groups_per_token": 8}, "groups must leave 2 or more experts in a group"),
         ({"groups": 4, "experts_per_token": 3}, "experts_per_token must be at most the experts in .*, 2, but got 3"),
         ({"scores": "tanh"}, "scores must be softmax or sigmoid but got 'tanh'"),
+        ({"hidden_size": 0}, "hidden_size must be 1 or more but got 0"),
+        ({"hidden_size": 8.0}, "hidden_size must be an integer but got 8.0"),
+        ({"num_experts": 2000}, "num_experts must be 1 to 1024 but got 2000"),
+        ({"num_experts": 0}, "num_experts must be 1 to 1024 but got 0"),
+        ({"experts_per_token": 2.0}, "experts_per_token must be an integer but got 2.0"),
+        ({"experts_per_token": True}, "experts_per_token must be an integer but got True"),
+        ({"groups": 2.0}, "groups must be an integer but got 2.0"),
+        ({"groups_per_token": None}, "groups_per_token must be an integer but got None"),
+        ({"normalize": 1}, "normalize must be a bool but got 1"),
+        ({"selection_bias": 0}, "selection_bias must be a bool but got 0"),
+        ({"scaling": 0}, "scaling must be a finite number over 0 but got 0"),
+        ({"scaling": -1.0}, "scaling must be a finite number over 0 but got -1.0"),
+        ({"scaling": float("nan")}, "scaling must be a finite number over 0 but got nan"),
+        ({"scaling": float("inf")}, "scaling must be a finite number over 0 but got inf"),
+        ({"scaling": 1e39}, "scaling must be within float32's range, .* but got 1e.39"),
+        ({"scaling": "2"}, "scaling must be a Python number but got '2'"),
     ],
     ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
 def test_impossible_choices_are_refused(arguments, message):
     with pytest.raises(ValueError, match=rf"\[Router\] {message}"):
-        Router(WIDTH, 8, **{"experts_per_token": 2, **arguments})
+        Router(**{"hidden_size": WIDTH, "num_experts": 8, "experts_per_token": 2, **arguments})
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_one_token_may_come_without_leading_axes_and_none_may_come(name):
+    router, x = build(name), mx.array(some((3, WIDTH)))
+    for one, both in zip(router(x[1]), router(x), strict=True):
+        assert one.shape == both.shape[1:]
+        # A product with one row may be summed in another order.
+        assert mx.allclose(one, both[1], rtol=1e-5, atol=1e-6)
+    for shape in ((0,), (2, 0, 3)):
+        widths = [each.shape for each in router(mx.zeros((*shape, WIDTH)))]
+        assert widths == [(*shape, EXPERTS), (*shape, CHOSEN), (*shape, EXPERTS), (*shape, EXPERTS)]
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (mx.ones((2, WIDTH + 1)), r"x must have the shape \(2, 12\), whose last axis is the router's .*, 12, but got"),
+        (mx.ones((2, WIDTH), mx.int32), "x must be float32, float16 or bfloat16 but got int32"),
+        (mx.array(1.0), "x must have 1 or more axes"),
+        (np.ones((2, WIDTH)), "x must be an mx.array but got numpy.ndarray"),
+    ],
+    ids=["width", "integers", "scalar", "numpy"],
+)
+def test_other_tokens_are_refused(x, message):
+    with pytest.raises(ValueError, match=rf"\[Router\] {message}"):
+        Router(WIDTH, 8, 2)(x)

@@ -154,6 +154,21 @@ FAMILIES = {
         OptimConfig(name="muon"),
         1,
     ),
+    # One layer in which a token goes to all experts: their backward pass is the peak.
+    "many experts": (
+        {
+            "arch": "moe",
+            "num_layers": 1,
+            "num_heads": 1,
+            "head_dim": 16,
+            "mlp": "swiglu",
+            "num_experts": 16,
+            "experts_per_token": 16,
+            "expert_intermediate_size": 32,
+        },
+        OptimConfig(name="muon"),
+        1,
+    ),
     "latent": (
         {
             "arch": "moe",
@@ -178,7 +193,9 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_estimated_memory_is_that_of_real_steps(family):
     changes, optim, accumulate = FAMILIES[family]
-    batch, length = {"wide": (1, 16), "packed": (1, 512), "rows": (8, 512)}.get(family, (4, 128))
+    batch, length = {"wide": (1, 16), "packed": (1, 512), "rows": (8, 512), "many experts": (8, 256)}.get(
+        family, (4, 128)
+    )
     packing = "documents" if family in ("packed", "rows") else "concat"
     shape = {"vocab_size": 1024, "num_layers": 3, "hidden_size": 128, "num_heads": 4, **changes}
     config = ARCHITECTURES[str(shape.get("arch", "gpt"))].config.model_validate(shape)
@@ -216,6 +233,15 @@ def test_half_precision_halves_the_activations_only():
     )
     assert half.activations * 2 == full.activations
     assert (half.weights, half.optimizer, half.logits) == (full.weights, full.optimizer, full.logits)
+
+
+def test_routers_keep_float32_in_half_precision():
+    config = ARCHITECTURES["moe"].config(vocab_size=100, num_layers=3, num_experts=16, experts_per_token=2)
+    full, half = (
+        estimate_memory(config, OptimConfig(), 10**6, 2, 64, d, device=mx.gpu) for d in ("float32", "bfloat16")
+    )
+    # Four arrays of all experts' scores, in three layers, of 128 tokens.
+    assert 2 * half.activations - full.activations == 4 * 4 * 16 * 3 * 128
 
 
 def test_missing_data_is_an_error(tmp_path):

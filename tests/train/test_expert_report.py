@@ -198,6 +198,7 @@ def test_records_of_one_step_count_once(write):
     assert section["maps"][0]["hover"]["columns"] == 2
 
 
+@pytest.mark.slow
 def test_page_of_many_layers_and_experts_is_small_and_says_what_it_smooths(write):
     rng = np.random.default_rng(0)
     records = []

@@ -101,6 +101,7 @@ def test_columns_are_never_narrower_than_the_shortest_window():
     assert _regular(np.full((1, 2), math.nan)).drawn(10, 400)["unknown"] is True
 
 
+@pytest.mark.slow
 def test_thousands_of_records_of_1024_experts_are_a_small_picture():
     rng = np.random.default_rng(0)
     loads = rng.poisson(200 * np.exp(rng.normal(0, 1, 1024)), (3000, 1024))

@@ -300,7 +300,7 @@ def _write_qat_run(folder, deployed=DEPLOYED, **changes):
     _write_run(folder)
     with MetricsLog(folder / "metrics.jsonl") as log:
         log.log("setup", 0, time=0.0, qat=QAT | changes)
-        log.log("event", 40, time=1.0, message="fake quantisation begins behind step 40")
+        log.log("event", 40, time=1.0, message="fake quantisation begins after step 40")
         log.log("eval", 30, time=0.0, loss=2.5, bits_per_byte=2.1, tokens=500, final=False, fake_quant=False)
         fields = {"fake_quant": True} | ({"deployed": deployed} if deployed else {})
         log.log("eval", 100, time=0.0, loss=2.25, bits_per_byte=2.0, tokens=500, final=True, **fields)

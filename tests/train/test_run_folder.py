@@ -191,6 +191,31 @@ def test_keys_that_decide_what_a_checkpoint_means_are_fixed(tmp_path: Path, chan
     assert f"{key}: {old!r} -> {new!r}" in str(caught.value)
 
 
+FIRST, THEN = {"*": {"bits": 8}}, {"*.up_proj": {"bits": 2}}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (FIRST | THEN, THEN | FIRST, "qat.overrides (in this order): ['*', '*.up_proj'] -> ['*.up_proj', '*']"),
+        ({}, {"lm_head": None}, "qat.overrides (in this order): None -> ['lm_head']"),
+        (FIRST | {"lm_head": None}, FIRST, "qat.overrides (in this order): ['*', 'lm_head'] -> ['*']"),
+        ({"*": None}, {"*": {}}, "qat.overrides.*: None -> {}"),
+        (FIRST, {"*": {"bits": 4}}, "qat.overrides.*: {'bits': 8} -> {'bits': 4}"),
+    ],
+    ids=["order", "a first null", "no null any more", "null and empty", "a value"],
+)
+def test_overrides_of_quantisation_are_fixed_with_their_order(
+    tmp_path: Path, old: dict[str, object], new: dict[str, object], said: str
+) -> None:
+    folder = _started(tmp_path / "run", tmp_path)
+    folder.write_config(tiny_config(tmp_path, qat__overrides=old))
+    with pytest.raises(RunFolderError) as caught:
+        folder.changed_keys(tiny_config(tmp_path, qat__overrides=new))
+    assert str(caught.value).splitlines()[1:-1] == [f"  {said}"]
+    assert folder.changed_keys(tiny_config(tmp_path, qat__overrides=old)) == []
+
+
 def test_other_keys_may_change(tmp_path: Path) -> None:
     folder = _started(tmp_path / "run", tmp_path)
     changes = {"optim__lr": 0.5, "train__steps": 20, "train__sample_prompt": "x", "run__dtype": "bfloat16"}

@@ -47,6 +47,19 @@ def assert_close(found, expected, rtol):
         assert np.abs(found[name] - array).max() <= rtol * np.abs(array).max() + 1e-12, name
 
 
+class Headed(nn.Module):
+    """What a model outside of forge_mlx has for its logits to be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = CONFIG
+        self.table = nn.Embedding(V, 16)
+        self.head_weight = mx.random.normal((V, 16), key=mx.random.key(5))
+
+    def hidden(self, tokens, **_documents):
+        return self.table(tokens)
+
+
 class Bigram(nn.Module):
     """Logits of the next token from one table each: small enough to differentiate by hand."""
 
@@ -298,6 +311,28 @@ def test_gradients_come_with_the_loss_in_training_only(tied, monkeypatch):
         TrainStep(model, build_optimizer(OptimConfig()), mx.float32, None).gradients([rows(2, 6)], 0)
     evaluate(model.trainable_parameters(), rows(2, 6))
     assert asked == [("hidden", "weight", "bias"), ("hidden",), ()]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_a_model_with_a_head_weight_alone_needs_no_logits(frozen, monkeypatch):
+    """Its head is then the parameter itself."""
+    asked = []
+
+    def spy(*args, **options):
+        asked.append(chosen_variables())
+        return linear_cross_entropy(*args, **options)
+
+    monkeypatch.setattr("forge_mlx.train.step.linear_cross_entropy", spy)
+    model = Headed()
+    if frozen:
+        model.freeze(keys="head_weight", recurse=False)
+    step = TrainStep(model, build_optimizer(OptimConfig()), mx.float32, None)
+    loss, _, grads, _ = step.gradients([rows(2, 6)], 0)
+    assert asked == [("hidden",) if frozen else ("hidden", "weight", "bias")]
+    inputs, targets = (mx.array(each) for each in rows(2, 6)[:2])
+    logits = model.table(inputs) @ model.head_weight.T
+    assert loss == pytest.approx(nn.losses.cross_entropy(logits, targets, reduction="mean").item(), rel=1e-6)
+    assert ("head_weight" in grads) is not frozen
 
 
 def test_logits_are_never_whole():

@@ -1,6 +1,10 @@
 import json
 from pathlib import Path
 
+from forge_mlx.models.gpt import GPTConfig
+from forge_mlx.models.moe import MoEConfig
+from forge_mlx.models.qat import QATConfig
+from forge_mlx.models.registry import ARCHITECTURES
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.load import ConfigError, dump_config, load_config
 import pytest
@@ -238,7 +242,7 @@ def test_large_heads_and_packed_documents_are_refused_together():
 
 def test_a_combination_inside_a_section_names_the_section_and_the_line():
     assert error(num_layers="hidden_size: 64\nnum_heads: 3") == (
-        "c.yaml:6: model: hidden_size must be a multiple of num_heads, 3, but got 64. "
+        "c.yaml:6: model.hidden_size must be a multiple of num_heads, 3, but got 64. "
         "Change one of them or set head_dim."
     )
 
@@ -394,9 +398,130 @@ def test_a_bad_override_is_blamed_on_the_command_line(override, message):
     assert error(override) == message
 
 
+@pytest.mark.parametrize(("value", "shown"), [("[moe]", '["moe"]'), ("{a: 1}", '{"a": 1}'), ("MoE", '"MoE"')])
+def test_an_architecture_that_there_is_not(value, shown):
+    rule = "model.arch: must be gpt or moe but got"
+    assert error(num_layers=f"arch: {value}").startswith(f"c.yaml:6: {rule} {shown}.")
+    assert error(f"model.arch={value}") == f"command line: {rule} {shown}."
+
+
+@pytest.mark.parametrize("text", ["moe", '"moe"', "'moe'", " moe"])
+def test_the_command_line_chooses_the_architecture_and_its_keys(text):
+    config = load(f"model.arch={text}", "model.num_experts=4")
+    assert (type(config.model), config.model.num_experts) == (MoEConfig, 4)
+    assert type(load("model.arch=moe", "model.arch=gpt").model) is GPTConfig
+    assert "no such key" in error("model.num_experts=4")
+
+
+def test_the_help_names_every_architecture():
+    description = TrainConfig.model_fields["model"].description
+    assert all(name in description for name in ARCHITECTURES)
+
+
+def test_a_rate_for_experts_that_nothing_would_have_is_refused():
+    rate, experts, muon = "optim.muon_expert_lr=5e-3", "model.arch=moe", "optim.name=muon"
+    assert error(rate, experts) == (
+        "command line: optim.muon_expert_lr must be null with optim.name: adamw but got 0.005: only Muon has a rate "
+        "for experts. Set it to null, or optim.name to muon."
+    )
+    assert error(rate, muon) == (
+        "command line: optim.muon_expert_lr must be null with model.arch: gpt but got 0.005: the model has no experts. "
+        "Set it to null."
+    )
+    assert load(rate, muon, experts).optim.muon_expert_lr == 5e-3
+    assert load("optim.muon_expert_lr=null").optim.muon_expert_lr is None
+
+
+@pytest.mark.parametrize("end", [10, 11])
+def test_an_end_of_quantisation_that_leaves_no_float_step_is_refused(end):
+    assert error(f"qat.end_step={end}", "qat.weights=affine") == (
+        f"command line: qat.end_step must be less than train.steps, 10, or null, but got {end}: no step in float would "
+        "be left. Lower it, or set it to null for a model that is deployed quantised."
+    )
+    assert load("qat.end_step=9").qat.end_step == 9
+    assert load("qat.end_step=null").qat.end_step is None
+
+
 def test_a_problem_of_the_file_is_not_blamed_on_the_command_line():
     assert error("optim.eps=1e-6", lr="lr: x").startswith("c.yaml:12: optim.lr: ")
     assert error("optm.lr=1", optim="optm:").startswith("c.yaml:11: optm: ")
+
+
+QAT = """\
+qat:
+  bits: 4
+  overrides:
+    embed_tokens: {bits: 8}
+    layers.*.mlp.*:
+      group_size: 32
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "replaced", "message"),
+    [
+        (
+            ["qat.bits=7"],
+            {},
+            "command line: qat.bits must be 4, 2, 3, 5, 6 or 8 in the mode 'affine' but got 7.",
+        ),
+        ([], {"bits": "bits: 7"}, "c.yaml:14: qat.bits must be 4, 2, 3, 5, 6 or 8 in the mode 'affine' but got 7."),
+        (
+            ["qat.group_size=48"],
+            {},
+            "command line: qat.group_size must be 64, 32 or 128 in the mode 'affine' but got 48.",
+        ),
+        (
+            [],
+            {"group_size": "group_size: 48"},
+            "c.yaml:18: qat.overrides.layers.*.mlp.*.group_size must be 64, 32 or 128 in the mode 'affine' but got 48.",
+        ),
+        (
+            ["qat.end_step=2", "qat.start_step=3"],
+            {},
+            "command line: qat.end_step must be greater than start_step, 3, but got 2.",
+        ),
+        (
+            [],
+            {"embed_tokens": "embed_tokens: {bitz: 8}"},
+            "c.yaml:16: qat.overrides.embed_tokens.bitz: there is no such key. Did you mean "
+            "qat.overrides.embed_tokens.bits?",
+        ),
+        (
+            [],
+            {"embed_tokens": "embed_tokens: 8"},
+            "c.yaml:16: qat.overrides.embed_tokens: must be a section with the keys weights, bits, group_size, "
+            "granularity, activations, or null, but got 8.",
+        ),
+        (
+            ["qat.overrides.embed_tokens.weights=int3"],
+            {},
+            "command line: qat.overrides.embed_tokens.weights: must be affine, mxfp4, mxfp8, nvfp4, int8, int4, "
+            'ternary or fp8_e4m3, or null, but got "int3". Did you mean int8? (Format of the weights; another than the '
+            "others' has its own defaults)",
+        ),
+        (
+            ["qat=affine"],
+            {},
+            "command line: qat=affine: a whole section can only be left out, by qat=null. Set its keys one by one, "
+            "such as qat.key=value.",
+        ),
+        (
+            ["qat=null", "qat.bits=7"],
+            {},
+            "command line: qat.bits must be 4, 2, 3, 5, 6 or 8 in the mode 'affine' but got 7.",
+        ),
+    ],
+)
+def test_what_is_wrong_with_quantisation_is_said_once_with_key_and_place(overrides, replaced, message):
+    assert error(*overrides, text=BASE + QAT, **replaced) == message
+
+
+def test_the_command_line_leaves_quantisation_out_and_brings_it_back():
+    assert load(text=BASE + QAT).qat.overrides["embed_tokens"].bits == 8
+    assert load("qat=null", text=BASE + QAT).qat is None
+    assert load("qat=null", "qat.bits=3", text=BASE + QAT).qat == QATConfig(bits=3)
+    assert load("qat.bits=3", text=BASE + "qat:\n").qat == QATConfig(bits=3)
 
 
 VARIANTS = {
@@ -405,6 +530,7 @@ VARIANTS = {
     "learned": ("model.position=learned", "model.norm=layer_norm", "model.mlp=gelu_tanh", "model.bias=true"),
     "no positions": ("model.position=none", "model.mlp=silu"),
     "grouped": ("model.num_kv_heads=2", "model.head_dim=64", "model.mlp=geglu", "model.rope_base=5e5"),
+    "experts": ("model.arch=moe", "optim.name=muon", "optim.muon_expert_lr=1e-2", "qat.end_step=5"),
     "muon": ("optim.name=muon", "model.logit_softcap=15.0", "model.mlp=relu2", "optim.schedule=wsd"),
     "texts": ("data.source=[a b, 'no', '1', null.txt, 'größe: #1']", "train.sample_prompt=def f():\n\t# x: 'y' 🙂"),
     "texts that look otherwise": ("run.dir=2024-01-31", "train.sample_prompt=1e-3", "data.tokenizer.path='true'"),

@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 _DRIVER = Path(__file__).with_name("stop_driver.py")
+_ROOT = Path(__file__).parents[2]
 
 
 def write_corpus(path: Path, words: int = 4000, seed: int = 0) -> Path:
@@ -68,10 +69,12 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 def command(config: Path, *arguments: str, cache: Path, stop: str | None = None) -> subprocess.Popen[str]:
     """Start the training command; with ``stop`` under stop_driver.py, which says what it means."""
+    # The package beside these tests, not one that is installed: a script's own folder alone would be on the path.
+    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     start = ["-m", "forge_mlx.train"] if stop is None else [str(_DRIVER), stop]
     return subprocess.Popen(
         [sys.executable, *start, str(config), *arguments],
-        env=os.environ | {"FORGE_MLX_CACHE": str(cache), "PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"FORGE_MLX_CACHE": str(cache), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
