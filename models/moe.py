@@ -142,12 +142,7 @@ class MoE(GPT):
     | mlp.shared_experts.gate_proj, .up_proj, .down_proj | those of an MLP | as in GPT's table |
     | self_attn.q_a_proj, .q_b_proj, .kv_a_proj_with_mqa, .kv_b_proj | of `LatentAttention` | N(0, init_std^2) |
 
-    Args:
-        config: The shape; vocab_size must be set.
-        seed: Seed of the initial parameters.
-
-    Raises:
-        ValueError: When vocab_size is not set, or the config is one of another architecture.
+    Takes what `GPT` takes, with an `MoEConfig`.
     """
 
     config_type: ClassVar[type[DecoderConfig]] = MoEConfig
