@@ -7,6 +7,7 @@ recovered = (after training - QAT) / (after training - float).
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
@@ -35,33 +36,64 @@ def affine(bits: int) -> Rounding:
     return there_and_back
 
 
-FORMATS: dict[str, tuple[tuple[str, ...], Rounding]] = {
-    "4 bits": (("qat.weights=affine", "qat.bits=4"), affine(4)),
-    "3 bits": (("qat.weights=affine", "qat.bits=3"), affine(3)),
-    "2 bits": (("qat.weights=affine", "qat.bits=2"), affine(2)),
-    "ternary": (("qat.weights=ternary",), lambda weight: fake_quant(weight, "ternary", impl="reference")),
+@dataclass(frozen=True)
+class Format:
+    """One way to quantise the model.
+
+    Attributes:
+        settings: of the `qat` section.
+        layers: what becomes of the layers' matrices after training.
+        table: what becomes of the embedding table, which is the head too.
+    """
+
+    settings: tuple[str, ...]
+    layers: Rounding
+    table: Rounding
+
+
+def whole(bits: int) -> Format:
+    """All matrices alike, as `mlx.nn.quantize` does it."""
+    return Format(("qat.weights=affine", f"qat.bits={bits}"), affine(bits), affine(bits))
+
+
+def ternary(weight: mx.array) -> mx.array:
+    """As `fake_quant` has it: MLX has no such mode."""
+    return fake_quant(weight, "ternary", impl="reference")
+
+
+TABLE_8_BITS = "qat.overrides={embed_tokens: {weights: affine, bits: 8}}"
+FORMATS = {
+    "4 bits": whole(4),
+    "3 bits": whole(3),
+    "2 bits": whole(2),
+    "2 bits, table 8": Format(("qat.weights=affine", "qat.bits=2", TABLE_8_BITS), affine(2), affine(8)),
+    "ternary, table 8": Format(("qat.weights=ternary", TABLE_8_BITS), ternary, affine(8)),
 }
 
 
-def quantised_after_training(model: GPT, rounding: Rounding) -> None:
-    """Round the layers' matrices, and the embedding table to 8 bits, as the QAT runs have them."""
-    changed = []
+def folder_name(format_name: str, seed: int) -> str:
+    """Of a run."""
+    return f"{format_name.replace(',', '').replace(' ', '-')}-{seed}"
+
+
+def quantised_after_training(model: GPT, how: Format) -> None:
+    """Round the matrices as the QAT runs have them."""
     # MLX's back ends quantise differently; the CPU's way is that of the QAT runs.
     with mx.stream(mx.cpu):
-        for name, array in named_arrays(model.parameters()):
-            if name == "embed_tokens.weight":
-                changed.append((name, affine(8)(array)))
-            elif array.ndim == 2:
-                changed.append((name, rounding(array)))
+        changed = [
+            (name, (how.table if name == "embed_tokens.weight" else how.layers)(array))
+            for name, array in named_arrays(model.parameters())
+            if array.ndim == 2
+        ]
         mx.eval(changed)
     model.update(tree_unflatten(changed))
 
 
-def validation_loss(folder: Path, rounding: Rounding) -> float:
+def validation_loss(folder: Path, how: Format) -> float:
     """Of the run's final model, quantised now, over the rows of the run's own last evaluation."""
     config = load_config(folder / "config.yaml")
     model, _ = load_model(folder / "final")
-    quantised_after_training(model, rounding)
+    quantised_after_training(model, how)
     data = prepare(config.data, log=lambda _: None)
     rows = validation_rows(data.valid, config.train.seq_len, config.data.packing)
     evaluate = make_evaluator(model, DTYPES[config.run.dtype])
@@ -88,15 +120,15 @@ def main() -> None:
     for seed in seeds:
         shared = (f"run.seed={seed}", *options.overrides)
         tasks.append(Task(f"float-{seed}", "quickstart.yaml", shared))
-        for name, (settings, _) in FORMATS.items():
-            qat = (*settings, f"qat.start_step={start}", "qat.overrides={embed_tokens: {weights: affine, bits: 8}}")
-            tasks.append(Task(f"{name.replace(' ', '-')}-{seed}", "quickstart.yaml", (*shared, *qat)))
+        for name, how in FORMATS.items():
+            qat = (*how.settings, f"qat.start_step={start}")
+            tasks.append(Task(folder_name(name, seed), "quickstart.yaml", (*shared, *qat)))
     folders = train_all(tasks, options.runs, options.jobs)
     full = [final_loss(folders[f"float-{seed}"]) for seed in seeds]
     print(f"float: {spread(full)}")
-    for name, (_, rounding) in FORMATS.items():
-        after = [validation_loss(folders[f"float-{seed}"], rounding) for seed in seeds]
-        trained = [final_loss(folders[f"{name.replace(' ', '-')}-{seed}"]) for seed in seeds]
+    for name, how in FORMATS.items():
+        after = [validation_loss(folders[f"float-{seed}"], how) for seed in seeds]
+        trained = [final_loss(folders[folder_name(name, seed)]) for seed in seeds]
         recovered = (mean(after) - mean(trained)) / (mean(after) - mean(full))
         print(f"{name}: after training {spread(after)}, QAT {spread(trained)}, recovered {recovered:.2f}")
 
