@@ -116,10 +116,22 @@ def test_formula_agrees_with_float64(case):
     expected = case.expected_of(to_float64(formula["out"])) if case in FLASH else case.expected()
     assert formula.keys() == expected.keys()
     smallest = 2.0**-24 if case.dtype == mx.float16 else np.finfo(np.float32).tiny
+    rtol = RTOL[case.dtype] + rounding_of_scores(case)
     for name, truth in expected.items():
         assert formula[name].shape == truth.shape, name
         error = np.abs(to_float64(formula[name]) - truth).max(initial=0)
-        assert error <= RTOL[case.dtype] * np.abs(truth).max(initial=0) + smallest, name
+        assert error <= rtol * np.abs(truth).max(initial=0) + smallest, name
+
+
+def rounding_of_scores(case):
+    """What rounding the largest score to float32 does to its exponential: with scores of hundreds more than sums do.
+
+    How much of it is seen depends on the order in which a machine's BLAS adds.
+    """
+    q, k = (to_float64(case.inputs()[name]) for name in "qk")
+    scale = case.options.scale or q.shape[-1] ** -0.5
+    longest = [np.linalg.norm(each, axis=-1).max(initial=0) for each in (q, k)]
+    return 2.0**-24 * scale * longest[0] * longest[1]
 
 
 # Of the covering design, in the scalar kernels, which compile five times faster; and of the matrix kernels a head that
