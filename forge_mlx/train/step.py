@@ -1,12 +1,13 @@
 """The compiled pieces of training: gradients of one batch, one update, one evaluation batch."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from forge_mlx.data.batch import Batch
 from forge_mlx.kernels.linear_cross_entropy import gradients_in_forward, linear_cross_entropy
 from forge_mlx.kernels.reductions import sum_squares
+from forge_mlx.models.moe import MoE
 from forge_mlx.nn.losses import cross_entropy
 from forge_mlx.nn.parameters import named_arrays
 from forge_mlx.nn.routing_record import RoutingRecord, routing_records
@@ -43,14 +44,6 @@ class HasHead(Protocol):
     @property
     def head_weight(self) -> mx.array:
         """``[V, C]``."""
-
-
-@runtime_checkable
-class HasRoutingPenalty(Protocol):
-    """A model whose routers have losses of their own."""
-
-    def routing_penalty(self, records: Sequence[RoutingRecord]) -> mx.array:
-        """Their weighted sum, a mean over tokens, of what the MoE layers have recorded."""
 
 
 def batch_arrays(batch: Batch) -> Arrays:
@@ -178,7 +171,7 @@ class TrainStep:
             # Every loss here is differentiated: its logits need not be computed twice.
             with gradients_in_forward(weight=trains_head), routing_records() as records:
                 loss = summed_loss(model, *arrays)
-            if not isinstance(model, HasRoutingPenalty):
+            if not isinstance(model, MoE):
                 return loss, (loss, records)
             return loss + count * model.routing_penalty(records), (loss, records)
 
