@@ -4,6 +4,7 @@ Importing it first loads a fast BLAS on Linux (see `forge_mlx.blas`), then MLX.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from forge_mlx.blas import BlasChoice, SlowBlasWarning, blas_choice, load_blas
 
@@ -20,4 +21,15 @@ except ImportError as error:
         "On a Mac with Apple silicon: pip install forge-mlx, with a native (arm64) Python."
     ) from error
 
-__all__ = ["BlasChoice", "SlowBlasWarning", "__version__", "blas_choice", "load_blas"]
+if TYPE_CHECKING:
+    from forge_mlx.patching import patch, unpatch
+
+
+def __getattr__(name: str) -> object:
+    """`patch` and `unpatch`, imported when they are first asked for."""
+    if name in ("patch", "unpatch"):
+        return getattr(import_module("forge_mlx.patching"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["BlasChoice", "SlowBlasWarning", "__version__", "blas_choice", "load_blas", "patch", "unpatch"]

@@ -1,4 +1,8 @@
-"""Counts and sizes as people read them."""
+"""Counts, sizes and foreign texts as people read them."""
+
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+# C1 controls: some terminals obey them as they do ESC sequences.
+_CONTROL_PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def count(number: int, noun: str) -> str:
@@ -15,3 +19,11 @@ def size(num_bytes: float) -> str:
         if num_bytes < 999.95:
             return f"{num_bytes:.1f} {unit}"
     return f"{num_bytes / 1000:.1f} GB"
+
+
+def visible_controls(text: str) -> str:
+    """``text`` with each control character but newline and tab as a visible symbol.
+
+    A model's sample may hold any byte, and an escape sequence in it would act on the reader's terminal.
+    """
+    return text.translate(_CONTROL_PICTURES)

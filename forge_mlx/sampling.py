@@ -1,6 +1,6 @@
 """Choosing the next token: temperature, top-k, top-p, min-p; and the generation loop over a KV cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 import math
 from typing import Any, Protocol
@@ -12,14 +12,18 @@ PREFILL_TOKENS = 512
 
 
 class CausalModel(Protocol):
-    """What generation needs of a model."""
+    """What generation needs of a model: its logits are ``head(hidden(tokens))``."""
 
     def make_cache(self) -> list[Any]:
         """An empty KV cache."""
         ...
 
-    def __call__(self, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:
-        """Tokens ``[B, T]`` to logits ``[B, T, V]``."""
+    def hidden(self, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:
+        """Tokens ``[B, T]``, which continue what the cache holds, to hidden states ``[B, T, C]``."""
+        ...
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Hidden states ``[..., C]`` to logits ``[..., V]``."""
         ...
 
 
@@ -87,42 +91,56 @@ def generate_tokens(
     sampler: Sampler,
     max_tokens: int,
     *,
-    stop: int | None = None,
+    stop: Set[int] = frozenset(),
     seed: int = 0,
+    cache: list[Any] | None = None,
     use_cache: bool = True,
 ) -> Iterator[int]:
     """Yield up to ``max_tokens`` tokens that continue the prompt.
+
+    Logits are computed at the last position alone.
 
     Args:
         model: the decoder, in evaluation mode.
         prompt: at least one token.
         sampler: how a token is chosen.
         max_tokens: the most tokens to yield.
-        stop: a token that ends the text; it is not yielded.
+        stop: tokens that end the text; they are not yielded.
         seed: the same seed gives the same tokens; MLX's global random state is not touched.
+        cache: holds the text before the prompt, and is extended by the prompt and what is yielded, the last token
+            perhaps excepted; None: the prompt is the start.
         use_cache: False reads the whole text again for every token: slow, the check on the cache.
 
     Raises:
-        ValueError: the prompt is empty, or the seed is not in [0, 2^63).
+        ValueError: the prompt is empty, the seed is not in [0, 2^63), or a cache is given and not to be used.
     """
     if not 0 <= seed < 2**63:
         raise ValueError(f"[generate_tokens] seed must lie in [0, 2^63) but got {seed}.")
     if not prompt:
         raise ValueError("[generate_tokens] prompt must hold at least one token but got none.")
+    if cache is not None and not use_cache:
+        raise ValueError("[generate_tokens] cache must be None with use_cache=False but got one. Leave one out.")
     key = mx.random.key(seed)
-    cache = model.make_cache() if use_cache else None
+    if use_cache and cache is None:
+        cache = model.make_cache()
     text, unread = list(prompt), list(prompt)
     for _ in range(max_tokens):
-        if cache is None:
-            logits = model(mx.array([text]))
-        else:
-            for start in range(0, len(unread), PREFILL_TOKENS):
-                logits = model(mx.array([unread[start : start + PREFILL_TOKENS]]), cache=cache)
-                mx.eval(logits)
+        logits = _last_logits(model, unread, cache) if use_cache else _last_logits(model, text, None)
         key, draw = mx.random.split(key)
-        token = sampler(logits[0, -1], draw)
-        if token == stop:
+        token = sampler(logits, draw)
+        if token in stop:
             return
         yield token
         text.append(token)
         unread = [token]
+
+
+def _last_logits(model: CausalModel, tokens: list[int], cache: list[Any] | None) -> mx.array:
+    """Logits ``[V]`` behind the last token; with a cache the tokens are read in pieces."""
+    size = len(tokens) if cache is None else PREFILL_TOKENS
+    hidden = model.hidden(mx.array([tokens[:size]]), cache=cache)
+    for start in range(size, len(tokens), size):
+        # One piece at a time, or the activations of all would be alive together.
+        mx.eval(hidden)
+        hidden = model.hidden(mx.array([tokens[start : start + size]]), cache=cache)
+    return model.head(hidden[:, -1])[0]

@@ -1,14 +1,16 @@
 """The config that every decoder of this folder shares."""
 
 import math
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from forge_mlx._config import Section
 from forge_mlx.kernels.attention.options import LARGEST_HEAD
+from forge_mlx.models.rope_scaling import RopeScaling
 from forge_mlx.nn.activations import GATED_ACTIVATIONS
 from pydantic import Field, model_validator
 
 _INTERMEDIATE_MULTIPLE: Final = 64
+_OF_ROTATION: Final = ("rope_base", "rope_scale", "rope_scaling", "rope_local_base")
 
 
 class DecoderConfig(Section):
@@ -44,6 +46,13 @@ class DecoderConfig(Section):
     norm_weight: bool = Field(
         True, description="Whether norms have a learnable scale (and, with bias, a LayerNorm's shift)."
     )
+    norm_offset: bool = Field(
+        False, description="Whether norms scale by 1 + weight, those of q and k too, as in Gemma; for rms_norm."
+    )
+    post_norms: bool = Field(
+        False,
+        description="Whether the output of each half-block passes a norm before it is added, as in Gemma 2 and 3.",
+    )
     position: Literal["rope", "learned", "none"] = Field(
         "rope", description="Positions: rotary in q and k, a learned table added to the embedding, or none."
     )
@@ -53,8 +62,27 @@ class DecoderConfig(Section):
         gt=0,
         description="Factor on rotary positions; 0.5 stretches the context twofold; for position: rope.",
     )
+    rope_scaling: RopeScaling | None = Field(
+        None,
+        description="Frequencies of a stretched context, as in Llama 3.1 or by YaRN; for position: rope with "
+        "rope_scale: 1. null: those of rope_base.",
+    )
     sliding_window: int | None = Field(
         None, ge=1, description="How many tokens attention sees, the one it is at included; null: all before it."
+    )
+    sliding_layers: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None,
+        min_length=1,
+        description="Layers that sliding_window holds for, counted from 0, as in Gemma 2; null: all of them.",
+    )
+    rope_local_base: float | None = Field(
+        None,
+        gt=1,
+        description="Base of the rotary frequencies in sliding_layers, which then have neither rope_scale nor "
+        "rope_scaling, as in Gemma 3; null: as in the others.",
+    )
+    attention_scale: float | None = Field(
+        None, gt=0, description="Factor on the attention scores; null: 1 / sqrt(size of a head)."
     )
     attention_softcap: float | None = Field(
         None, gt=0, description="Bound c of the attention scores, c tanh(score / c), as in Gemma 2; null: none."
@@ -67,15 +95,29 @@ class DecoderConfig(Section):
         False,
         description="Whether each embedding gets a learnable share of the one before it (modded-nanogpt's smear).",
     )
-    mlp: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "silu", "relu2"] = Field(
+    mlp: Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "silu", "relu2"] = Field(
         "swiglu",
-        description="MLP: gated (swiglu, geglu) or plain with this activation (gelu is the erf form).",
+        description="MLP: gated (swiglu, geglu, geglu_tanh) or plain with this activation. gelu and geglu take the erf "
+        "form.",
     )
     bias: bool = Field(False, description="Whether projections and LayerNorms have a bias; the head never has.")
+    attention_bias: bool | Literal["qkv"] | None = Field(
+        None,
+        description="Whether the projections of attention have a bias; qkv: all but the last, as in Qwen2; null: as "
+        "bias says.",
+    )
+    mlp_bias: bool | None = Field(
+        None, description="Whether the projections of the MLP have a bias; null: as bias says."
+    )
     qk_norm: bool | Literal["joint"] = Field(
         False,
         description="Whether each head of q and k passes an RMSNorm, as in Qwen3; joint: all heads of q together, and "
         "all of k, as in OLMoE.",
+    )
+    embedding_scale: float | None = Field(
+        None,
+        gt=0,
+        description="Factor on the embedding, rounded to its dtype: sqrt(hidden_size) in Gemma; null: none.",
     )
     tie_embeddings: bool = Field(True, description="Whether the output head is the embedding table.")
     logit_softcap: float | None = Field(
@@ -127,6 +169,30 @@ class DecoderConfig(Section):
             return math.ceil(8 * self.hidden_size / 3 / _INTERMEDIATE_MULTIPLE) * _INTERMEDIATE_MULTIPLE
         return 4 * self.hidden_size
 
+    @property
+    def score_scale(self) -> float:
+        """Factor on the attention scores, the default filled in."""
+        return self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def projection_bias(self) -> bool | Literal["qkv"]:
+        """Which projections of attention have a bias, the default filled in."""
+        return self.bias if self.attention_bias is None else self.attention_bias
+
+    @property
+    def feed_forward_bias(self) -> bool:
+        """Whether the projections of the MLP have a bias, the default filled in."""
+        return self.bias if self.mlp_bias is None else self.mlp_bias
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens attention sees in a layer, the one it is at included; None: all before it.
+
+        Args:
+            layer: Its place, 0 to num_layers - 1.
+        """
+        slides = self.sliding_layers is None or layer in self.sliding_layers
+        return self.sliding_window if slides else None
+
     @model_validator(mode="after")
     def _check_heads(self) -> "DecoderConfig":
         if self.divides_width and self.hidden_size % self.num_heads:
@@ -160,14 +226,52 @@ class DecoderConfig(Section):
                     f"position: rope needs an even head size but got {self.head_size}. "
                     "Set head_dim to an even number or change num_heads."
                 )
+            if self.rope_scaling is not None and self.rope_scale != 1:
+                raise ValueError(
+                    f"rope_scale must be 1 with rope_scaling, which has its own factor, but got {self.rope_scale}. "
+                    "Remove one of them."
+                )
             return self
         # Values, not model_fields_set: a dumped config spells out every default and must load again.
-        unused = [
-            name for name in ("rope_base", "rope_scale") if getattr(self, name) != type(self).model_fields[name].default
-        ]
+        unused = [name for name in _OF_ROTATION if getattr(self, name) != type(self).model_fields[name].default]
         if unused:
             raise ValueError(
                 f"{' and '.join(unused)} must not be set with position: {self.position}, which does not "
                 "rotate. Remove it or set position: rope."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sliding_layers(self) -> "DecoderConfig":
+        if self.sliding_layers is None:
+            if self.rope_local_base is not None:
+                raise ValueError(
+                    f"rope_local_base must be null without sliding_layers but got {self.rope_local_base}: no layer is "
+                    "told from the others. Set sliding_layers or rope_base."
+                )
+            return self
+        if self.sliding_window is None:
+            raise ValueError(
+                f"sliding_layers must be null without sliding_window but got {self.sliding_layers}. Set the window or "
+                "remove the layers."
+            )
+        outside = [layer for layer in self.sliding_layers if layer >= self.num_layers]
+        if outside:
+            raise ValueError(
+                f"sliding_layers must be less than num_layers, {self.num_layers}, but got {outside[0]}. The first "
+                "layer is 0."
+            )
+        repeated = [layer for layer in self.sliding_layers if self.sliding_layers.count(layer) > 1]
+        if repeated:
+            raise ValueError(f"sliding_layers must name each layer once but got {repeated[0]} twice. Remove one.")
+        return self
+
+    @model_validator(mode="after")
+    def _check_norms(self) -> "DecoderConfig":
+        if self.norm_offset and (self.norm != "rms_norm" or not self.norm_weight):
+            found = f"norm: {self.norm}" if self.norm != "rms_norm" else "norm_weight: false"
+            raise ValueError(
+                f"norm_offset must be false with {found} but got true: only an RMSNorm's weight is offset. Set it to "
+                "false."
             )
         return self

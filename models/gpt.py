@@ -1,29 +1,25 @@
-"""One decoder for GPT-2, Llama, Qwen3 and modded-nanogpt: which of them it is, the config says."""
+"""One decoder for GPT-2, Llama, Mistral, Qwen, Gemma and modded-nanogpt: which of them it is, the config says."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 import math
-from typing import ClassVar, Final, Literal, TypeAlias, cast
+from typing import ClassVar, Literal, TypeAlias, cast
 
 from forge_mlx.kernels._common.checks import check_arrays, given
+from forge_mlx.models.block import Block, attention_of, mlp_of, norm_of
 from forge_mlx.models.decoder_config import DecoderConfig
-from forge_mlx.nn.activations import GATED_ACTIVATIONS, softcap
-from forge_mlx.nn.attention import Attention
+from forge_mlx.models.initial import initialise, unchanged_random_state
+from forge_mlx.nn.activations import softcap
+from forge_mlx.nn.dropout import Dropout
 from forge_mlx.nn.embedding import Embedding
 from forge_mlx.nn.fake_quant import FakeQuantized
 from forge_mlx.nn.kv_cache import KVCache
 from forge_mlx.nn.linear import Linear
-from forge_mlx.nn.mlp import MLP, GatedMLP
-from forge_mlx.nn.norms import LayerNorm, RMSNorm
-from forge_mlx.nn.parameters import named_arrays
+from forge_mlx.nn.lora import Adapter
 from forge_mlx.nn.quantized import Coded, named_shapes
+from forge_mlx.nn.recompute import recomputed
 from forge_mlx.nn.token_shift import LastToken, TokenShift
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 from pydantic import Field
-
-_RESIDUAL_MATRICES: Final = ("o_proj.weight", "down_proj.weight")
 
 Cache: TypeAlias = KVCache | LastToken
 
@@ -34,85 +30,8 @@ class GPTConfig(DecoderConfig):
     arch: Literal["gpt"] = Field("gpt", description="Architecture: the decoder of models/gpt.py.")
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
-
-    Args:
-        config: The model's config.
-        attention: Called as `Attention` is.
-        mlp: Maps `[..., C]` to `[..., C]`.
-    """
-
-    def __init__(self, config: DecoderConfig, attention: nn.Module, mlp: nn.Module) -> None:
-        super().__init__()
-        self.input_layernorm = _norm(config)
-        self.self_attn = attention
-        self.post_attention_layernorm = _norm(config)
-        self.mlp = mlp
-        self.dropout = nn.Dropout(config.dropout)
-
-    def __call__(
-        self,
-        x: mx.array,
-        cache: KVCache | None = None,
-        *,
-        segment_ids: mx.array | None = None,
-        positions: mx.array | None = None,
-    ) -> mx.array:
-        """Map `[B, T, C]` to `[B, T, C]`; arguments as those of `Attention`."""
-        normed = self.input_layernorm(x)
-        attended = self.dropout(self.self_attn(normed, cache, segment_ids=segment_ids, positions=positions))
-        normed, x = self.post_attention_layernorm.of_sum(attended, x)
-        return x + self.dropout(self.feed_forward(normed, segment_ids))
-
-    def feed_forward(self, normed: mx.array, _segment_ids: mx.array | None) -> mx.array:
-        """What the second half adds, before dropout: `[B, T, C]` of `[B, T, C]`.
-
-        Args:
-            normed: The normalised residual stream.
-            _segment_ids: Integers `[B, T]`, negative for padding; None: no padding. A plain MLP, which maps each token
-                alone, does not need them.
-        """
-        out: mx.array = self.mlp(normed)
-        return out
-
-
-def attention_of(config: DecoderConfig) -> nn.Module:
-    """The attention of a block, as the config has it.
-
-    Args:
-        config: The model's config.
-    """
-    return Attention(
-        config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.kv_heads,
-        head_dim=config.head_size,
-        bias=config.bias,
-        rope_base=config.rope_base if config.position == "rope" else None,
-        rope_scale=config.rope_scale,
-        qk_norm_eps=config.norm_eps if config.qk_norm else None,
-        qk_norm_weight=config.norm_weight,
-        qk_norm_joint=config.qk_norm == "joint",
-        window=config.sliding_window,
-        softcap=config.attention_softcap,
-        sinks=config.attention_sinks,
-    )
-
-
-def mlp_of(config: DecoderConfig, intermediate_size: int) -> MLP | GatedMLP:
-    """A feed-forward layer of the config's kind.
-
-    Args:
-        config: The model's config.
-        intermediate_size: Width inside.
-    """
-    mlp = GatedMLP if config.mlp in GATED_ACTIVATIONS else MLP
-    return mlp(config.hidden_size, intermediate_size, activation=config.mlp, bias=config.bias)
-
-
 class GPT(nn.Module):
-    """A pre-norm decoder: embed -> [token shift] -> (attention, MLP) x num_layers -> norm -> head.
+    """A decoder of residual blocks: embed -> [token shift] -> (attention, MLP) x num_layers -> norm -> head.
 
     Dropout follows the embedding, each attention and each MLP; attention probabilities are not dropped.
 
@@ -124,7 +43,7 @@ class GPT(nn.Module):
     | embed_tokens, embed_positions, lm_head | N(0, init_std^2) |
     | q_proj, k_proj, v_proj, gate_proj, up_proj | N(0, init_std^2) |
     | o_proj, down_proj | N(0, init_std^2 / (2 num_layers)), or 0 with zero_init_residual |
-    | scales of norms | 1 |
+    | scales of norms | 1; with norm_offset, which adds the 1, 0 |
     | token_shift | 0.3 |
     | sinks of attention | 0 |
     | biases | 0 |
@@ -135,6 +54,11 @@ class GPT(nn.Module):
     Args:
         config: The shape; vocab_size must be set.
         seed: Seed of the initial parameters.
+
+    Attributes:
+        checkpoint_blocks: Whether the backward pass computes each block again, from its input alone, instead of keeping
+            what the block made (gradient checkpointing): less memory, a third more work. At first false. Nothing else
+            changes: the gradients are the same, those through dropout too. Without effect with a cache.
 
     Raises:
         ValueError: When vocab_size is not set, or the config is one of another architecture.
@@ -156,18 +80,19 @@ class GPT(nn.Module):
                 'config.model_copy(update={"vocab_size": ...}).'
             )
         self.config = config
-        with _unchanged_random_state():
+        self.checkpoint_blocks = False
+        with unchanged_random_state():
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
             if config.position == "learned":
                 self.embed_positions = Embedding(config.max_seq_len, config.hidden_size)
             if config.token_shift:
                 self.token_shift = TokenShift(config.hidden_size)
-            self.dropout = nn.Dropout(config.dropout)
+            self.dropout = Dropout(config.dropout)
             self.layers = [self._block(index) for index in range(config.num_layers)]
-            self.norm = _norm(config)
+            self.norm = norm_of(config)
             if not config.tie_embeddings:
                 self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        _initialise(self, config, seed)
+        initialise(self, config, seed)
 
     def __call__(
         self,
@@ -227,6 +152,9 @@ class GPT(nn.Module):
         self._check_tokens(tokens, cache, {"segment_ids": segment_ids, "positions": positions})
         layer_caches, last = self._split(cache)
         x = self.embed_tokens(tokens)
+        if self.config.embedding_scale is not None:
+            # MLX takes a Python number in x's dtype.
+            x = x * self.config.embedding_scale
         if self.config.position == "learned":
             offset = layer_caches[0].offset if layer_caches[0] is not None else 0
             x = x + self._positions(offset, tokens.shape[1], positions)
@@ -234,7 +162,8 @@ class GPT(nn.Module):
             x = self.token_shift(x, last, segment_ids=segment_ids)
         x = self.dropout(x)
         for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
-            x = layer(x, layer_cache, segment_ids=segment_ids, positions=positions)
+            run = recomputed(layer) if self.checkpoint_blocks and cache is None else layer
+            x = run(x, layer_cache, segment_ids=segment_ids, positions=positions)
         return self.norm(x)
 
     def head(self, hidden: mx.array) -> mx.array:
@@ -249,13 +178,13 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self) -> mx.array:
-        """The output head's matrix `[V, C]`: the embedding table when tied, the quantised one of a prepared head.
+        """The output head's matrix `[V, C]`: the table when tied; of a prepared or adapted head, what it stands for.
 
         Raises:
             ValueError: When the head has been replaced by one that is not a matrix, as one of `mlx.nn.quantize`.
         """
         owner = self[self.head_name]
-        if isinstance(owner, (FakeQuantized, Coded)):
+        if isinstance(owner, (Adapter, FakeQuantized, Coded)):
             return owner.effective_weight()
         if not isinstance(owner, (Embedding, Linear)):
             raise ValueError(
@@ -282,13 +211,13 @@ class GPT(nn.Module):
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations of training on one token, forward and backward.
 
-        6 (N + C V) + 6 num_layers H (D + D_v) K, where N counts the elements of the blocks' matrices, of experts those
-        that a token goes to, and K the keys that it sees on average: (T + 1) / 2, or with a sliding window of W < T
-        tokens W - W (W - 1) / (2 T). Each element of a matrix takes a multiplication and an addition forward, and twice
-        that backward; the head counts whether tied or not, and looking up an embedding counts nothing. In attention,
-        with heads of D for queries and keys and D_v for values, a token takes 2 H (D + D_v) operations with each key,
-        forward; the scores that the mask hides are not counted. Nor are norms, activations, softmax and a recomputed
-        forward.
+        6 (N + C V) + 6 H (D + D_v) K, where N counts the elements of the blocks' matrices, of experts those that a
+        token goes to, and K the keys that it sees on average, summed over the layers: (T + 1) / 2 in each, or with a
+        sliding window of W < T tokens W - W (W - 1) / (2 T). Each element of a matrix takes a multiplication and an
+        addition forward, and twice that backward; the head counts whether tied or not, and looking up an embedding
+        counts nothing. In attention, with heads of D for queries and keys and D_v for values, a token takes
+        2 H (D + D_v) operations with each key, forward; the scores that the mask hides are not counted. Nor are norms,
+        activations, softmax and a recomputed forward.
 
         Args:
             seq_len: Length T of the training sequences: with documents packed into rows, of a document.
@@ -296,15 +225,15 @@ class GPT(nn.Module):
         config = self.config
         matrices = sum(self._used_elements(name, shape) for name, shape in self._block_parameters() if len(shape) >= 2)
         matrices += config.hidden_size * cast(int, config.vocab_size)
-        window = min(config.sliding_window or seq_len, seq_len)
-        # Twice the keys that all tokens of a sequence see.
-        keys = window * (2 * seq_len - window + 1)
+        windows = [min(config.window_of(layer) or seq_len, seq_len) for layer in range(config.num_layers)]
+        # Twice the keys that all tokens of a sequence see, in all layers.
+        keys = sum(window * (2 * seq_len - window + 1) for window in windows)
         width = config.num_heads * sum(config.attention_sizes)
-        return 6 * matrices + 3 * config.num_layers * width * keys // seq_len
+        return 6 * matrices + 3 * width * keys // seq_len
 
-    def _block(self, _index: int) -> Block:
+    def _block(self, index: int) -> Block:
         """The block of one place, 0 to num_layers - 1."""
-        return Block(self.config, attention_of(self.config), mlp_of(self.config, self.config.mlp_size))
+        return Block(self.config, attention_of(self.config, index), mlp_of(self.config, self.config.mlp_size))
 
     def _block_parameters(self) -> list[tuple[str, tuple[int, ...]]]:
         """The shapes of all blocks' parameters with their names in the model."""
@@ -364,36 +293,3 @@ class GPT(nn.Module):
 
 def _count(model: nn.Module) -> int:
     return sum(math.prod(shape) for _, shape in named_shapes(model))
-
-
-def _norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
-    if config.norm == "rms_norm":
-        return RMSNorm(config.hidden_size, eps=config.norm_eps, weight=config.norm_weight)
-    shift = config.bias and config.norm_weight
-    return LayerNorm(config.hidden_size, eps=config.norm_eps, weight=config.norm_weight, bias=shift)
-
-
-@contextmanager
-def _unchanged_random_state() -> Iterator[None]:
-    """Take back what is drawn inside: MLX's modules draw initial values, which `_initialise` replaces."""
-    high, low = cast(list[int], cast(list[mx.array], mx.random.state)[0].tolist())
-    yield
-    # A key is the two halves of the seed that it was made from, so this restores it exactly.
-    mx.random.seed(high << 32 | low)
-
-
-def _initialise(model: GPT, config: DecoderConfig, seed: int) -> None:
-    """Set every matrix and bias of the model to its start in GPT's table."""
-    named = sorted(named_arrays(model.parameters()))
-    keys = mx.random.split(mx.random.key(seed), len(named))
-    residual_std = 0.0 if config.zero_init_residual else config.init_std / math.sqrt(2 * config.num_layers)
-    start = []
-    for (name, parameter), key in zip(named, keys, strict=True):
-        if parameter.ndim < 2:
-            # Sinks and the scales of norms and of the token shift start as their modules make them.
-            value = mx.zeros(parameter.shape) if name.endswith("bias") else parameter
-        else:
-            std = residual_std if name.endswith(_RESIDUAL_MATRICES) else config.init_std
-            value = mx.random.normal(parameter.shape, key=key) * std
-        start.append((name, value))
-    model.update(tree_unflatten(start))

@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 _SIZES: Final = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _OF_ORDINARY_ATTENTION: Final = (
-    *("num_kv_heads", "head_dim", "bias", "qk_norm"),
-    *("sliding_window", "attention_softcap", "attention_sinks"),
+    *("num_kv_heads", "head_dim", "bias", "attention_bias", "qk_norm"),
+    *("sliding_window", "attention_softcap", "attention_sinks", "attention_scale", "rope_scaling", "norm_offset"),
 )
 
 

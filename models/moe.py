@@ -4,8 +4,9 @@ from collections.abc import Iterable, Sequence
 import math
 from typing import ClassVar, Literal
 
+from forge_mlx.models.block import Block, attention_of, mlp_of
 from forge_mlx.models.decoder_config import DecoderConfig
-from forge_mlx.models.gpt import GPT, Block, attention_of, mlp_of
+from forge_mlx.models.gpt import GPT
 from forge_mlx.models.latent_config import LatentConfig, latent_attention_of
 from forge_mlx.nn.moe import Experts, MoELayer, routers, update_selection_bias
 from forge_mlx.nn.router import Router, impossible_choice
@@ -97,8 +98,11 @@ class MoEConfig(LatentConfig):
                 f"dense_layers must be less than num_layers, {self.num_layers}, but got {self.dense_layers}: no layer "
                 "would have experts. Lower it, or use arch: gpt."
             )
-        if self.bias:
-            raise ValueError("bias must be false with arch: moe but got true: experts have none. Set it to false.")
+        for name in ("bias", "mlp_bias"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name} must be false with arch: moe but got true: experts have none. Set it to false."
+                )
         if not self.dense_layers and None not in (self.intermediate_size, self.expert_intermediate_size):
             raise ValueError(
                 f"intermediate_size must be null with expert_intermediate_size and no dense_layers but got "
@@ -207,7 +211,7 @@ class MoE(GPT):
 
     def _block(self, index: int) -> Block:
         config = self.config
-        attention = attention_of(config) if config.kv_lora_rank is None else latent_attention_of(config)
+        attention = attention_of(config, index) if config.kv_lora_rank is None else latent_attention_of(config)
         if index < config.dense_layers:
             return Block(config, attention, mlp_of(config, config.mlp_size))
         router = Router(

@@ -24,10 +24,11 @@ from forge_mlx.nn.fake_quant import (
     columns_multiple,
 )
 from forge_mlx.nn.linear import Linear
+from forge_mlx.nn.parameters import cast_floats
 from forge_mlx.nn.quantized import Coded
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map, tree_unflatten
+from mlx.utils import tree_unflatten
 
 __all__ = [
     "QATConfig",
@@ -118,11 +119,7 @@ def convert_qat(model: AnyModule, dtype: mx.Dtype | None = None) -> AnyModule:
     if dtype is not None:
         if dtype not in (mx.float32, mx.float16, mx.bfloat16):
             raise ValueError(f"[convert_qat] dtype must be float32, float16 or bfloat16 but got {dtype}.")
-        model.update(
-            tree_map(
-                lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, model.trainable_parameters()
-            )
-        )
+        model.update(cast_floats(model.trainable_parameters(), dtype))
     coded: dict[int, nn.Module] = {}
     for name, layer in prepared_layers(model):
         if id(layer) not in coded:

@@ -7,6 +7,7 @@ from forge_mlx.hub.native import save_model
 from forge_mlx.models.gpt import GPTConfig
 from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
 from forge_mlx.models.registry import build_model
+import mlx.core as mx
 import pytest
 
 SHAPE = {"vocab_size": 300, "num_layers": 1, "hidden_size": 64, "num_heads": 2, "max_seq_len": 32}
@@ -81,7 +82,7 @@ def test_a_folder_that_is_not_empty_stays(run, tmp_path, command):
     assert command(run, out) == (
         2,
         "",
-        f"error: [export_llama] folder must be new or empty but got {out}. Give another or remove it.\n",
+        f"error: [export] folder must be new or empty but got {out}. Give another or remove it.\n",
     )
     assert [file.name for file in out.iterdir()] == ["notes"]
     assert command(run, run)[0] == 2
@@ -89,7 +90,11 @@ def test_a_folder_that_is_not_empty_stays(run, tmp_path, command):
 
 def test_a_folder_without_a_model(tmp_path, command):
     missing = tmp_path / "none"
-    assert command(missing, tmp_path / "out") == (2, "", f"error: {missing}: there is no such folder.\n")
+    assert command(missing, tmp_path / "out") == (
+        2,
+        "",
+        f"error: {missing}: there is no such file or folder, and it is no OWNER/NAME of a model on the hub.\n",
+    )
     message = "is neither a model folder nor a run folder with a checkpoint."
     assert command(tmp_path, tmp_path / "out") == (2, "", f"error: {tmp_path}: {message}\n")
     assert not (tmp_path / "out").exists()
@@ -110,7 +115,7 @@ def test_a_model_that_the_layout_cannot_say(tmp_path, tokenizer, command):
     run = run_with(tmp_path / "run", build_model(GPTConfig(**SHAPE, mlp="relu2", token_shift=True)), tokenizer)
     status, _, err = command(run, tmp_path / "out")
     assert status == 2
-    assert "has token_shift: True (must be False); mlp: relu2 (must be swiglu)." in err
+    assert "differs in token_shift: True (must be False); mlp: relu2 (must be swiglu)." in err
 
 
 def test_an_out_that_cannot_be_made(run, tmp_path, command):
@@ -118,9 +123,98 @@ def test_an_out_that_cannot_be_made(run, tmp_path, command):
     status, _, err = command(run, tmp_path / "file" / "out")
     assert (status, err) == (
         2,
-        f"error: [export_llama] folder must be one that can be made but got {tmp_path / 'file' / 'out'}: Not a "
+        f"error: [save_pretrained] folder must be one that can be made but got {tmp_path / 'file' / 'out'}: Not a "
         "directory. Give another.\n",
     )
+
+
+@pytest.fixture
+def published(run, tmp_path, command):
+    """A folder in Hugging Face's layout with a key that nobody knows, and a template for chats."""
+    folder = tmp_path / "published"
+    command(run, folder)
+    config = config_of(folder) | {"sparkle": 3, "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def arrays(folder):
+    return mx.load(str(folder / "model.safetensors"))
+
+
+def test_a_published_folder(published, tmp_path, command):
+    status, out, err = command(published, tmp_path / "out")
+    assert (status, out.split(";")[0]) == (0, f"wrote {tmp_path / 'out'} from {published} (llama, float32)")
+    assert err == f"{published / 'config.json'}: 1 keys are not known and not used: sparkle\n"
+    assert config_of(tmp_path / "out") == config_of(published)
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    theirs, ours = arrays(published), arrays(tmp_path / "out")
+    assert theirs.keys() == ours.keys()
+    assert all(mx.array_equal(theirs[name], ours[name]) for name in theirs)
+
+
+def test_a_dtype(published, tmp_path, command):
+    assert "(llama, bfloat16)" in command(published, tmp_path / "out", "--dtype", "bfloat16")[1]
+    assert {array.dtype for array in arrays(tmp_path / "out").values()} == {mx.bfloat16}
+
+
+def test_quantised_on_the_way(published, tmp_path, command):
+    status, out, _ = command(published, tmp_path / "out", "--quantize", 8, "--group-size", 32)
+    assert status == 0
+    assert "(llama, affine 8 bits in groups of 32);" in out
+    weight = arrays(published)["model.layers.0.mlp.up_proj.weight"]
+    codes = [arrays(tmp_path / "out")[f"model.layers.0.mlp.up_proj.{part}"] for part in ("weight", "scales", "biases")]
+    made = mx.dequantize(*codes, group_size=32, bits=8)
+    assert mx.abs(made - weight).max().item() <= (weight.max() - weight.min()).item() / 255
+    status, _, err = command(tmp_path / "out", tmp_path / "again", "--quantize", 4)
+    assert (status, err.splitlines()[-1]) == (
+        2,
+        "error: --quantize needs a float model but embed_tokens and 7 more are codes already.",
+    )
+
+
+def test_rows_that_are_no_whole_groups_stay_floats(tmp_path, tokenizer, command):
+    shape = {**SHAPE, "intermediate_size": 96}
+    run = run_with(tmp_path / "run", build_model(GPTConfig(**shape)), tokenizer)
+    status, _, err = command(run, tmp_path / "out", "--quantize", 4)
+    assert (status, err) == (
+        0,
+        "1 matrices stay floats: their rows are no multiple of 64, as layers.0.mlp.down_proj\n",
+    )
+    assert "model.layers.0.mlp.down_proj.scales" not in arrays(tmp_path / "out")
+
+
+@pytest.mark.parametrize("of", ["run", "published"])
+def test_a_gguf_file(request, tmp_path, command, of):
+    model = request.getfixturevalue(of)
+    status, out, _ = command(model, tmp_path / "model.gguf", "--gguf", "f32")
+    assert (status, out.split(";")[1]) == (0, f" open it: llama-cli -m {tmp_path / 'model.gguf'}\n")
+    assert command(tmp_path / "model.gguf", tmp_path / "back")[0] == 0
+    source = run_arrays(model)
+    back = arrays(tmp_path / "back")
+    assert all(mx.array_equal(back[f"model.{name}"], array) for name, array in source.items())
+
+
+def run_arrays(path):
+    folder = path / "final" if (path / "final").is_dir() else path
+    return {name.removeprefix("model."): array for name, array in arrays(folder).items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gguf", "f16", "--dtype", "float16"), "--gguf says the type of all numbers: leave out --quantize and"),
+        (("--group-size", 32), "--group-size needs --quantize."),
+        (("--quantize", 7), "[export] bits must be 4, 2, 3, 5, 6 or 8 in the mode 'affine' but got 7"),
+    ],
+)
+def test_options_that_do_not_go_together(run, tmp_path, command, options, message):
+    status, out, err = command(run, tmp_path / "out", *options)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_help_says_what_it_does(capsys):

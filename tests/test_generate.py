@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from forge_mlx import generate
 from forge_mlx.data.tokenizer import Tokenizer
-from forge_mlx.generate import main, open_model, stream_text
+from forge_mlx.generate import OpenedModel, main, open_model, stream_text
 from forge_mlx.hub.native import ModelFolderError, save_model
 from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.sampling import Sampler
@@ -80,7 +80,7 @@ def test_the_options_reach_the_sampler(trained, command, monkeypatch):
     (_, tokens, sampler, count), named = seen[0]
     end = Tokenizer.load(trained / "tokenizer.model").end_id
     assert sampler == Sampler(0.5, 4, 0.7, 0.1)
-    assert (tokens, count, named) == ([end], 7, {"stop": end, "seed": 9})
+    assert (tokens, count, named) == ([end], 7, {"stop": {end}, "seed": 9})
     assert seen[1][0][2] == Sampler(0.8, 0, 0.95, 0.0)
 
 
@@ -100,7 +100,8 @@ def test_an_unfinished_run_gives_its_newest_checkpoint(run, command):
 
 def test_a_folder_that_is_not_there(tmp_path, command):
     missing = tmp_path / "runs" / "none"
-    assert command(missing) == (2, "", f"error: {missing}: there is no such folder.\n")
+    message = "there is no such file or folder, and it is no OWNER/NAME of a model on the hub."
+    assert command(missing) == (2, "", f"error: {missing}: {message}\n")
 
 
 def test_a_folder_without_a_model(tmp_path, run, command):
@@ -174,18 +175,22 @@ def test_characters_of_several_bytes_come_whole(trained):
         def make_cache(self):
             return []
 
-        def __call__(self, _tokens, cache):
+        def hidden(self, _tokens, cache):
             assert cache == []
             token = script.pop(0)
             return mx.where(mx.arange(tokenizer.vocab_size) == token, 1.0, 0.0)[None, None]
 
-    pieces = list(stream_text(Reciting(), tokenizer, "x", Sampler(0), 100, 0, warn=pytest.fail))
+        def head(self, hidden):
+            return hidden
+
+    reciting = OpenedModel(Reciting(), tokenizer, Path("folder"), False)
+    pieces = list(stream_text(reciting, "x", Sampler(0), 100, 0, warn=pytest.fail))
     assert "".join(pieces) == text
     assert script == []
     assert "�" not in pieces
     assert "中" in pieces
     script += tokenizer.encode("中")[:2]
-    cut = stream_text(Reciting(), tokenizer, "x", Sampler(0), 2, 0, warn=pytest.fail)
+    cut = stream_text(reciting, "x", Sampler(0), 2, 0, warn=pytest.fail)
     assert "".join(cut) == "�"
 
 
@@ -257,15 +262,17 @@ def test_prompt_stands_alone_and_nothing_is_the_end_token(trained):
         def make_cache(self):
             return []
 
-        def __call__(self, tokens, **_cache):
+        def hidden(self, tokens, **_cache):
             seen.append(tokens.tolist()[0])
             return mx.zeros((1, tokens.shape[1], tokenizer.vocab_size))
 
+        def head(self, hidden):
+            return hidden
+
     for first in (False, True):
+        opened = OpenedModel(Listening(), tokenizer, Path("folder"), first)
         for prompt in ("def ", ""):
-            list(
-                stream_text(Listening(), tokenizer, prompt, Sampler(), 1, 0, warn=lambda _: None, begins_with_end=first)
-            )
+            list(stream_text(opened, prompt, Sampler(), 1, 0, warn=lambda _: None))
     end, tokens = tokenizer.end_id, tokenizer.encode("def ")
     assert seen == [tokens, [end], [end, *tokens], [end]]
 

@@ -191,17 +191,23 @@ def test_greedy_text_is_the_same_with_and_without_cache(family, length):
 def test_a_long_prompt_is_read_in_pieces(monkeypatch):
     monkeypatch.setattr(sampling, "PREFILL_TOKENS", 4)
     net = model()
-    lengths = []
+    lengths, rows = [], []
 
     class Watched:
         make_cache = net.make_cache
 
-        def __call__(self, tokens, cache=None):
+        def hidden(self, tokens, cache=None):
             lengths.append(tokens.shape[1])
-            return net(tokens, cache)
+            return net.hidden(tokens, cache)
+
+        def head(self, hidden):
+            rows.append(hidden.shape[:-1])
+            return net.head(hidden)
 
     assert generated(Watched(), prompt(10), max_tokens=3) == generated(net, prompt(10), max_tokens=3, use_cache=False)
     assert lengths == [4, 4, 2, 1, 1]
+    # Logits of the last position alone.
+    assert set(rows) == {(1,)}
 
 
 def test_the_stop_token_ends_the_text_and_is_not_given():
@@ -209,7 +215,7 @@ def test_the_stop_token_ends_the_text_and_is_not_given():
     whole = generated(net, prompt(5), Sampler(1.0), max_tokens=30, seed=3)
     stop = whole[10]
     first = whole.index(stop)
-    assert generated(net, prompt(5), Sampler(1.0), max_tokens=30, seed=3, stop=stop) == whole[:first]
+    assert generated(net, prompt(5), Sampler(1.0), max_tokens=30, seed=3, stop={stop, V}) == whole[:first]
 
 
 def test_the_seed_decides_and_the_global_random_state_is_not_touched():
@@ -232,9 +238,12 @@ def test_each_token_is_a_new_draw():
         def make_cache(self):
             return []
 
-        def __call__(self, tokens, cache):
+        def hidden(self, tokens, cache):
             assert cache == []
             return mx.zeros((*tokens.shape, V))
+
+        def head(self, hidden):
+            return hidden
 
     assert len(set(generated(Uniform(), [0], Sampler(1.0), max_tokens=20))) > 5
 
@@ -243,3 +252,16 @@ def test_no_more_than_max_tokens_and_a_prompt_is_needed():
     assert generated(model(), prompt(3), max_tokens=0) == []
     with pytest.raises(ValueError, match=r"^\[generate_tokens\] prompt must hold at least one token but got none\.$"):
         generated(model(), [])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_goes_on_where_it_is(family):
+    net, tokens = model(family), prompt(40)
+    cache = net.make_cache()
+    first = generated(net, tokens[:25], max_tokens=4, cache=cache)
+    assert cache[0].offset == 25 + 3
+    whole = [*tokens[:25], *first, *tokens[25:]]
+    rest = generated(net, [first[-1], *tokens[25:]], max_tokens=6, cache=cache)
+    assert rest == generated(net, whole, max_tokens=6, use_cache=False)
+    with pytest.raises(ValueError, match=r"^\[generate_tokens\] cache must be None with use_cache=False"):
+        generated(net, tokens, cache=cache, use_cache=False)

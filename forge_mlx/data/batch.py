@@ -10,7 +10,7 @@ PADDING_SEGMENT = -1
 
 
 class Batch(NamedTuple):
-    """Rows of tokens, all of one shape `[batch_size, seq_len]`.
+    """Rows of tokens, all of one shape `[batch_size, seq_len]`, and what there is for each row, `[batch_size]`.
 
     Attributes:
         inputs: int32.
@@ -18,6 +18,8 @@ class Batch(NamedTuple):
         weights: float32, 1 where a target counts and 0 where it is padding; None: all count.
         segment_ids: int32, which document of its row a position belongs to, -1 for padding; None: a row is one text.
         positions: int32, the place of each input in its document, from 0; None: its place in the row.
+        reference: float32 `[batch_size]`, of preference pairs: the sum of a reference model's log-probabilities of
+            the row's targets that count, in nats; None: there are none.
     """
 
     inputs: NDArray[np.int32]
@@ -25,6 +27,7 @@ class Batch(NamedTuple):
     weights: NDArray[np.float32] | None = None
     segment_ids: NDArray[np.int32] | None = None
     positions: NDArray[np.int32] | None = None
+    reference: NDArray[np.float32] | None = None
 
     def counted_targets(self) -> NDArray[np.int32]:
         """The targets that count, `[num_targets]`."""
@@ -37,7 +40,7 @@ class Batch(NamedTuple):
             return self
 
         def padded(array: NDArray[Any], value: int = 0) -> NDArray[Any]:
-            return np.pad(array, ((0, missing), (0, 0)), constant_values=value)
+            return np.pad(array, ((0, missing), (0, 0))[: array.ndim], constant_values=value)
 
         weights = np.ones(self.targets.shape, np.float32) if self.weights is None else self.weights
         return Batch(
@@ -46,6 +49,7 @@ class Batch(NamedTuple):
             padded(weights),
             None if self.segment_ids is None else padded(self.segment_ids, PADDING_SEGMENT),
             None if self.positions is None else padded(self.positions),
+            None if self.reference is None else padded(self.reference),
         )
 
 

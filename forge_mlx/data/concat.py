@@ -19,6 +19,7 @@ class ConcatRows:
     """
 
     packing = "concat"
+    group_size = 1
     draws = 1
 
     def __init__(self, tokens: TokenFile, seq_len: int, phase: int = 0) -> None:
@@ -56,6 +57,7 @@ class ConcatWindows:
     """
 
     packing = "concat"
+    group_size = 1
 
     def __init__(self, tokens: TokenFile, seq_len: int) -> None:
         if tokens.num_tokens < 2:

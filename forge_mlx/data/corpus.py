@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 import json
-from typing import BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 import zlib
 
 from forge_mlx.data.files import SourceFile
@@ -153,15 +153,30 @@ def read_json_lines(file: SourceFile, text_field: str) -> Iterator[str]:
     Raises:
         ValueError: a line is no JSON object with a text in `text_field`; the message names file and line.
     """
+    for where, line in lines_of(file):
+        yield _document_of(line, text_field, where)
+
+
+def lines_of(file: SourceFile) -> Iterator[tuple[str, bytes]]:
+    """Stream the lines of a file that are not whitespace alone, each with the `file:line` that messages call it.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
     with file.open() as stream:
         number = 0
         while line := _read(stream, file, line=True):
             number += 1
             if line.strip():
-                yield _document_of(line, text_field, f"{file.name}:{number}")
+                yield f"{file.name}:{number}", line
 
 
-def _document_of(line: bytes, text_field: str, where: str) -> str:
+def json_object(line: bytes, where: str) -> dict[str, Any]:
+    """The JSON object that a line holds.
+
+    Raises:
+        ValueError: it holds none; the message begins with `where`.
+    """
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -174,6 +189,11 @@ def _document_of(line: bytes, text_field: str, where: str) -> str:
         raise ValueError(
             f"[data] {where}: each line must be a JSON object but got a {type(record).__name__}: {_shown(line)}"
         )
+    return record
+
+
+def _document_of(line: bytes, text_field: str, where: str) -> str:
+    record = json_object(line, where)
     if text_field not in record:
         raise ValueError(
             f"[data] {where}: a line must have the field {text_field!r} but has {sorted(record)[:10]}. "

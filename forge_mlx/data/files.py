@@ -13,6 +13,7 @@ from typing import BinaryIO, Literal, cast
 
 JSON_SUFFIXES = (".jsonl", ".ndjson")
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
+CORPUS_SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 _CHUNK = 1 << 20
 
@@ -37,7 +38,12 @@ class SourceFile:
     @property
     def is_json(self) -> bool:
         """Whether each line is one JSON document, by its name."""
-        return _kind(self.path.name) in JSON_SUFFIXES
+        return self.kind in JSON_SUFFIXES
+
+    @property
+    def kind(self) -> str:
+        """The suffix that tells what the file holds, in lower case and without `.gz`."""
+        return _kind(self.path.name)
 
     def open(self) -> BinaryIO:
         """Open for reading bytes, decompressed.
@@ -121,15 +127,16 @@ def list_stdlib(root: Path | None = None) -> Listing:
     return listing
 
 
-def list_paths(entries: list[str]) -> Listing:
+def list_paths(entries: list[str], suffixes: tuple[str, ...] = CORPUS_SUFFIXES) -> Listing:
     """The files that paths, folders and globs stand for.
 
     A file and a glob's matches are taken whatever their suffix. A folder gives, at any depth, its files
-    with a suffix of `TEXT_SUFFIXES` or `JSON_SUFFIXES`, plain or with `.gz` behind it, without hidden
-    ones. Linked folders are followed, each real folder once.
+    with one of the suffixes, plain or with `.gz` behind it, without hidden ones. Linked folders are followed, each
+    real folder once.
 
     Args:
         entries: as the user wrote them.
+        suffixes: of the files to take from folders, in lower case.
 
     Raises:
         ValueError: an entry does not exist, is no regular file, or stands for no file.
@@ -138,7 +145,7 @@ def list_paths(entries: list[str]) -> Listing:
     for entry in entries:
         path = Path(entry).expanduser()
         if path.is_dir():
-            _add_folder(listing, path, entry, seen)
+            _add_folder(listing, path, entry, seen, suffixes)
         elif path.is_file():
             listing.add(path, entry, seen)
         elif path.exists():
@@ -178,23 +185,22 @@ def _raise_unreadable(error: OSError) -> None:
     raise ValueError(f"[data] a source folder must be readable but got {error.filename}: {error.strerror}.") from error
 
 
-def _add_folder(listing: Listing, root: Path, entry: str, seen: set[str]) -> None:
+def _add_folder(listing: Listing, root: Path, entry: str, seen: set[str], suffixes: tuple[str, ...]) -> None:
     taken: list[Path] = []
     rest = Listing()
     for path in _walk(root, lambda name: name.startswith(".")):
         kind = _kind(path.name)
         if path.name.startswith("."):
             rest.left_out["hidden"] += 1
-        elif kind not in TEXT_SUFFIXES + JSON_SUFFIXES:
+        elif kind not in suffixes:
             rest.left_out[kind or "no suffix"] += 1
         elif not path.is_file():
             rest.left_out["broken link" if path.is_symlink() else "no regular file"] += 1
         else:
             taken.append(path)
     if not taken:
-        suffixes = " ".join(TEXT_SUFFIXES + JSON_SUFFIXES)
         raise ValueError(
-            f"[data] a source folder must hold a file with one of the suffixes {suffixes} (or those with "
+            f"[data] a source folder must hold a file with one of the suffixes {' '.join(suffixes)} (or those with "
             f".gz) but {entry!r} holds none{rest.describe_left_out()}. "
             f"Name other files by a glob: {entry}/**/*.ext"
         )

@@ -23,6 +23,7 @@ from forge_mlx.data.config import DataConfig
 from forge_mlx.data.corpus import Piece, Split
 from forge_mlx.data.files import SourceFile
 from forge_mlx.data.sources import NAMES_SHOWN, Sources, list_files, sample_text, some_names
+from forge_mlx.data.text_tokenizer import TextTokenizer
 from forge_mlx.data.tokenizer import Tokenizer
 
 # Changes when the same corpus and config would give other files: it is part of every key.
@@ -83,13 +84,13 @@ class PreparedData:
         facts: counts of both.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: TextTokenizer
     train: TokenFile
     valid: TokenFile
     facts: DataFacts
 
 
-def prepare(config: DataConfig, *, log: Callable[[str], None]) -> PreparedData:
+def prepare(config: DataConfig, *, log: Callable[[str], None], tokenizer: TextTokenizer | None = None) -> PreparedData:
     """Find the files, train or load the tokenizer, and tokenise both splits.
 
     Token files and tokenizer are kept in the cache under a hash of the files' contents, of the settings
@@ -98,6 +99,7 @@ def prepare(config: DataConfig, *, log: Callable[[str], None]) -> PreparedData:
     Args:
         config: the `data:` section.
         log: takes one line of text for everything that a person should know.
+        tokenizer: that of an existing model; None: as the config says.
 
     Raises:
         ValueError: a source is missing, unreadable or empty, a JSON line is invalid, the vocabulary does
@@ -109,7 +111,7 @@ def prepare(config: DataConfig, *, log: Callable[[str], None]) -> PreparedData:
     sources = Sources(config, listing, split_at)
     corpus_key = _corpus_key(config, listing, split_at)
     try:
-        tokenizer = _get_tokenizer(config, sources, corpus_key, log)
+        tokenizer = tokenizer or _get_tokenizer(config, sources, corpus_key, log)
         folder = cache_dir() / "data" / f"tokens-{_hash(corpus_key, tokenizer.fingerprint)}"
         from_cache = True
         while (found := _open_tokens(folder, log)) is None:
@@ -219,7 +221,7 @@ def _open_tokens(folder: Path, log: Callable[[str], None]) -> tuple[TokenFile, T
     return train, valid, stored
 
 
-def _build_tokens(folder: Path, sources: Sources, tokenizer: Tokenizer, log: Callable[[str], None]) -> None:
+def _build_tokens(folder: Path, sources: Sources, tokenizer: TextTokenizer, log: Callable[[str], None]) -> None:
     started = time.monotonic()
     with build_folder(folder, lambda path: _open_tokens(path, _ignore) is not None) as temporary:
         writers = {
@@ -253,7 +255,7 @@ def _build_tokens(folder: Path, sources: Sources, tokenizer: Tokenizer, log: Cal
     log(f"tokenised {size(total)} in {time.monotonic() - started:.1f} s")
 
 
-def _write_tokens(sources: Sources, tokenizer: Tokenizer, writers: dict[Split, TokenWriter]) -> float:
+def _write_tokens(sources: Sources, tokenizer: TextTokenizer, writers: dict[Split, TokenWriter]) -> float:
     """Encode everything in batches; return the validation text's bits per byte under gzip."""
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
     raw = packed = 0

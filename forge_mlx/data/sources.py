@@ -5,7 +5,8 @@ from itertools import chain
 
 from forge_mlx.data.config import STDLIB, DataConfig
 from forge_mlx.data.corpus import Corpus, Piece
-from forge_mlx.data.files import Listing, SourceFile, list_paths, list_stdlib
+from forge_mlx.data.example_config import ExampleConfig
+from forge_mlx.data.files import CORPUS_SUFFIXES, Listing, SourceFile, list_paths, list_stdlib
 
 NAMES_SHOWN = 5
 _SAMPLE_BLOCK = 2048
@@ -18,7 +19,7 @@ class Sources:
         self._config = config
         self._listing = listing
         self._split_at = split_at
-        self._states = [_state(file) for file in listing]
+        self._states = file_states(listing)
         self._corpora: list[Corpus] | None = None
 
     @property
@@ -58,21 +59,37 @@ class Sources:
 
     def require_unchanged(self) -> None:
         """Raise when a file is not what it was at first: what was made of it must not go into the cache."""
-        changed = [file.name for file, state in zip(self._listing, self._states, strict=True) if _state(file) != state]
-        if changed:
-            raise ValueError(
-                f"[data] source files must stay as they are while they are read but {len(changed)} changed"
-                f"{some_names(changed)}. Run again when they are complete."
-            )
+        require_unchanged(self._listing, self._states)
 
 
-def list_files(config: DataConfig, log: Callable[[str], None]) -> tuple[list[SourceFile], int | None]:
-    """All files, and the index at which those of valid_paths begin."""
-    listing = list_stdlib() if config.source == STDLIB else list_paths(list(config.source))
+def file_states(files: list[SourceFile]) -> list[tuple[int, int] | None]:
+    """Size and time of change of each file; None for one that is gone."""
+    return [_state(file) for file in files]
+
+
+def require_unchanged(files: list[SourceFile], states: list[tuple[int, int] | None]) -> None:
+    """Compare files with their states of before.
+
+    Raises:
+        ValueError: a file has changed.
+    """
+    changed = [file.name for file, state in zip(files, states, strict=True) if _state(file) != state]
+    if changed:
+        raise ValueError(
+            f"[data] source files must stay as they are while they are read but {len(changed)} changed"
+            f"{some_names(changed)}. Run again when they are complete."
+        )
+
+
+def list_files(
+    config: DataConfig | ExampleConfig, log: Callable[[str], None], suffixes: tuple[str, ...] = CORPUS_SUFFIXES
+) -> tuple[list[SourceFile], int | None]:
+    """All files, of folders those with one of the suffixes, and the index at which those of valid_paths begin."""
+    listing = list_stdlib() if config.source == STDLIB else list_paths(list(config.source), suffixes)
     _log_left_out("source", listing, log)
     if config.valid_paths is None:
         return listing.files, None
-    valid = list_paths(config.valid_paths)
+    valid = list_paths(config.valid_paths, suffixes)
     _log_left_out("valid_paths", valid, log)
     train_paths = {file.path.resolve() for file in listing.files}
     shared = [file.name for file in valid.files if file.path.resolve() in train_paths]

@@ -8,6 +8,7 @@ from forge_mlx.data.batch import Batch, joined
 from forge_mlx.data.cache import TokenFile
 from forge_mlx.data.concat import ConcatRows, ConcatWindows
 from forge_mlx.data.documents import DocumentRows
+from forge_mlx.data.piece_rows import Tokens
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,17 +20,21 @@ class Rows(Protocol):
 
     Attributes:
         packing: how documents become rows.
-        tokens: the corpus.
         seq_len: positions of a row.
-        num_rows: rows of the whole corpus.
-        num_targets: targets in them.
+        num_rows: rows of the whole corpus, or groups of them.
+        num_targets: targets in them that count.
+        group_size: 1; of preference pairs 2: what is one row in all that is said here are two, next to each other.
     """
 
     packing: str
-    tokens: TokenFile
     seq_len: int
     num_rows: int
     num_targets: int
+    group_size: int
+
+    @property
+    def tokens(self) -> Tokens:
+        """The corpus."""
 
     def batch(self, rows: NDArray[np.int64]) -> Batch:
         """Some of the rows, by their numbers."""
@@ -91,7 +96,8 @@ class BatchStream:
             raise ValueError(
                 f"[batch_stream] the training text must fill one batch, {batch_size} rows of {rows.seq_len} tokens, "
                 f"but its {rows.tokens.num_tokens} tokens fill {rows.num_rows} (packing: {rows.packing}). Lower the "
-                "batch size or the sequence length, or give more text."
+                "batch size or the sequence length, or give more text"
+                + (", or set data.packing: false." if rows.packing == "examples" else ".")
             )
         self._corpus = rows
         self._batch_size = batch_size
@@ -199,10 +205,11 @@ def eval_batches(rows: Rows, batch_size: int, max_tokens: int | None = None) -> 
     if max_tokens is not None:
         _require_positive("eval_batches", max_tokens=max_tokens)
         # Of concat only the last row is not full.
-        in_a_row = rows.num_targets / rows.num_rows if rows.packing == "documents" else rows.seq_len
+        in_a_row = rows.seq_len if rows.packing == "concat" else rows.num_targets / rows.num_rows
         taken = min(taken, math.ceil(max_tokens / in_a_row))
     numbers = np.arange(taken) * rows.num_rows // taken
-    return (rows.batch(numbers[i : i + batch_size]).filled_up(batch_size) for i in range(0, taken, batch_size))
+    full = batch_size * rows.group_size
+    return (rows.batch(numbers[i : i + batch_size]).filled_up(full) for i in range(0, taken, batch_size))
 
 
 def _require_positive(name: str, **values: int) -> None:

@@ -17,6 +17,7 @@ from typing import Literal
 
 from forge_mlx.data.lines import last_line_start
 from forge_mlx.data.model_proto import map_pieces, read_normalizer
+from forge_mlx.data.text_tokenizer import TextTokenizer, require_encodable
 import numpy as np
 from numpy.typing import NDArray
 import sentencepiece
@@ -46,6 +47,7 @@ class Tokenizer:
     Attributes:
         vocab_size: number of pieces.
         end_id: the token that ends a document; it decodes to nothing.
+        stop_ids: `end_id` alone.
         token_bytes: int32 `[vocab_size]`, the UTF-8 bytes that each token stands for (0 for `end_id`).
         fingerprint: hash of the model.
         model: the serialised model.
@@ -60,6 +62,7 @@ class Tokenizer:
         self._processor = _load_processor(model, name)
         self.vocab_size = int(self._processor.vocab_size())
         self.end_id = int(self._processor.eos_id())
+        self.stop_ids = frozenset({self.end_id})
         self._table, byte_ids = _piece_table(self._processor)
         space = self._table[self._processor.piece_to_id(_SPACE)]
         _require_lossless(model, self.end_id, byte_ids, space, name)
@@ -156,7 +159,7 @@ class Tokenizer:
         plain: list[str] = []
         plans: list[list[int | str]] = []
         for text in texts:
-            _require_encodable(text)
+            require_encodable(text)
             plan: list[int | str] = []
             for part in _parts(text):
                 if _IN_BYTES.fullmatch(part):
@@ -202,7 +205,7 @@ class StreamDecoder:
     A character whose bytes come in several tokens is held back until it is complete.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -216,7 +219,7 @@ class StreamDecoder:
 
 
 def _training_lines(text: str) -> Iterator[str]:
-    _require_encodable(text)
+    require_encodable(text)
     for line in _LINE.findall(text):
         for part in _NOT_TRAINED.split(line):
             for char, stand_in in _STAND_INS.items():
@@ -234,16 +237,6 @@ def _parts(text: str) -> Iterator[str]:
             block = block[: last_line_start(block) or _BLOCK]
         start += len(block)
         yield from filter(None, _IN_BYTES.split(block))
-
-
-def _require_encodable(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"[tokenizer] text must be valid Unicode but got the lone surrogate {text[error.start]!r} "
-            f"at character {error.start}. Remove it, or decode the text with errors='replace'."
-        ) from error
 
 
 def _load_processor(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:

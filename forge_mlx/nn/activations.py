@@ -17,5 +17,9 @@ ACTIVATIONS: Final[dict[str, Callable[[mx.array], mx.array]]] = {
 }
 """Activation of a plain MLP by its name in a config. `gelu` is the erf form."""
 
-GATED_ACTIVATIONS: Final[dict[str, Callable[[mx.array, mx.array], mx.array]]] = {"swiglu": swiglu, "geglu": geglu}
+GATED_ACTIVATIONS: Final[dict[str, Callable[[mx.array, mx.array], mx.array]]] = {
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "geglu_tanh": partial(geglu, approximate="tanh"),
+}
 """What a gated MLP makes of its gate and its other projection, by the name of the MLP in a config."""

@@ -18,10 +18,36 @@ def plain_blocks(x: mx.array) -> mx.array:
     return x.reshape(-1, x.shape[-1]).reshape(x.shape)
 
 
+def expert_product(x: mx.array, weight: mx.array, experts: mx.array) -> mx.array:
+    """x W_e^T for blocks of rows, each by the matrix of its expert e.
+
+    Products of 16-bit rows on a CPU are computed in float32, as `mx.gather_mm` has no others there, and rounded.
+
+    Args:
+        x: `[M, R, in]`: M blocks of R rows.
+        weight: `[E, out, in]`.
+        experts: The expert of each block, integers `[M]` in [0, E), not falling.
+
+    Returns:
+        `[M, R, out]`.
+    """
+    if x.size == 0:
+        # A product without rows ends the process on CUDA.
+        return mx.zeros((*x.shape[:-1], weight.shape[1]), x.dtype)
+    exact = mx.float32 if mx.default_device().type == mx.cpu else x.dtype
+    out = mx.gather_mm(
+        plain_blocks(x.astype(exact)),
+        weight.astype(exact).swapaxes(-1, -2),
+        rhs_indices=experts,
+        sorted_indices=True,
+    )
+    return plain_blocks(out.astype(x.dtype))
+
+
 class ExpertLinear(nn.Module):
     """x W_e^T for the rows of each expert e, through `mx.gather_mm`; `weight` is `[E, output_dims, input_dims]`.
 
-    Products of 16-bit rows on a CPU are computed in float32, as `mx.gather_mm` has no others there, and rounded.
+    Computed as `expert_product` does.
 
     Args:
         input_dims: Width of the rows.
@@ -44,18 +70,7 @@ class ExpertLinear(nn.Module):
         Returns:
             `[M, R, output_dims]`.
         """
-        weight = self.effective_weight()
-        if x.size == 0:
-            # A product without rows ends the process on CUDA.
-            return mx.zeros((*x.shape[:-1], weight.shape[1]), x.dtype)
-        exact = mx.float32 if mx.default_device().type == mx.cpu else x.dtype
-        out = mx.gather_mm(
-            plain_blocks(x.astype(exact)),
-            weight.astype(exact).swapaxes(-1, -2),
-            rhs_indices=experts,
-            sorted_indices=True,
-        )
-        return plain_blocks(out.astype(x.dtype))
+        return expert_product(x, self.effective_weight(), experts)
 
     def effective_weight(self) -> mx.array:
         """The matrices that the product takes, `[E, output_dims, input_dims]`."""

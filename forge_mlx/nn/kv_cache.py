@@ -40,6 +40,19 @@ class KVCache:
         self.offset = end
         return self._keys[:, :, :end], self._values[:, :, :end]
 
+    def keep(self, length: int) -> None:
+        """Forget all but the first positions, so that another text can go on from there.
+
+        Args:
+            length: How many to keep, at most `offset`.
+
+        Raises:
+            ValueError: When fewer are held, or length is negative.
+        """
+        if not 0 <= length <= self.offset:
+            raise ValueError(f"[KVCache] length must be in 0 ... {self.offset} but got {length}.")
+        self.offset = length
+
     @property
     def nbytes(self) -> int:
         """Bytes that both buffers take."""

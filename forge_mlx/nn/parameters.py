@@ -1,11 +1,14 @@
 """Questions about a tree of parameters: names, which are matrices, how many elements there are; which stay frozen."""
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map_with_path
+
+MAGNITUDE: Final = "m"
+"""What DoRA calls the magnitudes of a weight's rows."""
 
 
 def is_matrix(parameter: mx.array) -> bool:
@@ -26,6 +29,21 @@ def named_arrays(tree: Any) -> list[tuple[str, mx.array]]:
         tree: Nested dicts and lists of arrays, as `Module.parameters()` returns.
     """
     return cast(list[tuple[str, mx.array]], tree_flatten(tree))
+
+
+def cast_floats(tree: Any, dtype: mx.Dtype) -> Any:
+    """The tree with its floating arrays in another dtype, but for DoRA's magnitudes, which its layers read in float32.
+
+    Args:
+        tree: Nested dicts and lists of arrays, as `Module.trainable_parameters()` returns.
+        dtype: Of the forward pass.
+    """
+
+    def cast_one(name: str, array: mx.array) -> mx.array:
+        stays = name.rpartition(".")[2] == MAGNITUDE or not mx.issubdtype(array.dtype, mx.floating)
+        return array if stays else array.astype(dtype)
+
+    return tree_map_with_path(cast_one, tree)
 
 
 def count_elements(tree: Any) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, NamedTuple
 
+from forge_mlx.kernels.matmul import matmul
 from forge_mlx.kernels.quantize import dequantize, fake_quant
 from forge_mlx.kernels.quantize.options import Options
 from forge_mlx.nn.expert_linear import ExpertLinear, plain_blocks
@@ -12,6 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 Activations = Literal["int8"]
+
+# From so many rows on, making floats of the codes of a layer takes a CPU less time than MLX's quantised product.
+_FLOAT_ROWS: Final = 8
 
 MLX_MODES: Final = ("affine", "mxfp4", "mxfp8", "nvfp4")
 """Formats that MLX's quantised products read."""
@@ -168,6 +172,9 @@ class Coded(nn.Module):
 class QuantizedLinear(Coded, nn.QuantizedLinear):
     """x W^T + b on MLX's quantised product: an `mlx.nn.QuantizedLinear` that may quantise its input first.
 
+    On a CPU, where that product takes as long again for every row, many rows that nothing is learned from are
+    multiplied by floats made of the codes.
+
     Takes what `Coded` takes; the mode is one of MLX's.
     """
 
@@ -178,6 +185,8 @@ class QuantizedLinear(Coded, nn.QuantizedLinear):
         if x.size == 0:
             # MLX's product of no rows ends the process.
             return mx.zeros((*x.shape[:-1], self.weight.shape[0]), x.dtype)
+        if _prefers_floats(self, x):
+            return matmul(self._input(x), self.effective_weight(), transpose_b=True, accumulate=self.get("bias"))
         y: mx.array = nn.QuantizedLinear.__call__(self, self._input(x))
         return y
 
@@ -197,6 +206,8 @@ class QuantizedEmbedding(Coded, nn.QuantizedEmbedding):
         """x weight^T: `[..., dims]` to `[..., num_embeddings]`."""
         if x.size == 0:
             return mx.zeros((*x.shape[:-1], self.weight.shape[0]), x.dtype)
+        if _prefers_floats(self, x):
+            return matmul(x, self.effective_weight(), transpose_b=True)
         y: mx.array = nn.QuantizedEmbedding.as_linear(self, x)
         return y
 
@@ -251,6 +262,11 @@ class CodesExpertLinear(Coded, ExpertLinear):
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
         """Map x `[M, R, in]`, whose blocks belong to experts `[M]`, sorted, to `[M, R, out]`."""
         return ExpertLinear.__call__(self, self._input(x), experts)
+
+
+def _prefers_floats(layer: Coded, x: mx.array) -> bool:
+    """Whether a product with many rows on a CPU; in training the floats would stay until the backward pass."""
+    return not layer.training and mx.default_device().type == mx.cpu and x.size >= _FLOAT_ROWS * x.shape[-1]
 
 
 def _rows(layer: Coded, ids: mx.array) -> mx.array:

@@ -1,6 +1,6 @@
 """What MoE layers did with the tokens of one pass, and the two losses that are made of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final, NamedTuple
@@ -49,6 +49,22 @@ def routing_records() -> Iterator[list[RoutingRecord]]:
         yield records
     finally:
         _RECORDS.reset(token)
+
+
+def are_recorded() -> bool:
+    """Whether a collection is open."""
+    return _RECORDS.get() is not None
+
+
+def add_records(records: Iterable[RoutingRecord]) -> None:
+    """Add records of layers that ran in a collection of their own to the one that is open; without one, do nothing.
+
+    Args:
+        records: In the order in which the layers ran.
+    """
+    found = _RECORDS.get()
+    if found is not None:
+        found.extend(records)
 
 
 def record_routing(logits: mx.array, scores: mx.array, indices: mx.array, is_token: mx.array | None) -> None:

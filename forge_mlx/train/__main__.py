@@ -7,10 +7,12 @@ import shlex
 import sys
 
 from forge_mlx._console import print_what_fits
+from forge_mlx._text import visible_controls
+from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.dry_run import describe_run
 from forge_mlx.train.load import load_config
 from forge_mlx.train.loop import Interrupted, Outcome, TrainingStopped, train
-from forge_mlx.train.progress import visible_controls
+from forge_mlx.train.pretrained_config import PretrainedConfig
 from rich.console import Console
 
 
@@ -31,25 +33,50 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _print_outcome(outcome: Outcome) -> None:
+def _print_outcome(outcome: Outcome, config: TrainConfig) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.rule("sample")
     console.print(visible_controls(outcome.prompt + outcome.sample), markup=False)
     console.rule()
-    folder = outcome.folder
+    if outcome.bits_per_byte is None:
+        measured = f"nats a pair, the chosen answer preferred in {100 * (outcome.accuracy or 0):.1f} %"
+    else:
+        measured = f"nats a token, {outcome.bits_per_byte:.4f} bits per byte"
+    following = _next_steps(outcome, config)
+    lines = [
+        f"validation: {outcome.loss:.4f} {measured}",
+        f"report:     {outcome.folder / 'report.html'}",
+        f"model:      {outcome.folder / 'final'}",
+        *(f"{'next:' if line is following[0] else '':<12}{line}" for line in following),
+    ]
+    console.print("\n".join(lines), markup=False)
+
+
+def _next_steps(outcome: Outcome, config: TrainConfig) -> list[str]:
+    """What can be done with the result, a line each."""
     # This very interpreter: a virtual environment need not be active, and then `python` is another one or none.
-    python = shlex.quote(sys.executable)
+    python, run = shlex.quote(sys.executable), shlex.quote(str(outcome.folder))
     # The last line of what the sample continued, where it broke off: a good place to go on from.
     prompt = visible_controls(outcome.prompt).strip().rpartition("\n")[2].strip()
     example = f" --prompt {shlex.quote(prompt)}" if prompt else ""
-    console.print(
-        f"validation: {outcome.loss:.4f} nats a token, {outcome.bits_per_byte:.4f} bits per byte\n"
-        f"report:     {folder / 'report.html'}\n"
-        f"model:      {folder / 'final'}\n"
-        f"next:       {python} -m forge_mlx.generate {shlex.quote(str(folder))}{example}\n"
-        f"            or copy the config, set data.source to your own text and train on that",
-        markup=False,
-    )
+    if not isinstance(config.model, PretrainedConfig):
+        return [
+            f"{python} -m forge_mlx.generate {run}{example}",
+            "or copy the config, set data.source to your own text and train on that",
+        ]
+    final = shlex.quote(str(outcome.folder / "final"))
+    base = shlex.quote(config.model.path)
+    is_adapter = (outcome.folder / "final" / "adapter_config.json").is_file()
+    model = f"{base} --adapter-path {final}" if is_adapter else final
+    lines = [f"{python} -m forge_mlx.generate {run}{' --chat' if config.asks_in_chat else example}"]
+    # mlx-lm reads no GGUF files, and has the base of codes that this run made in no folder.
+    if not (is_adapter and (base.endswith(".gguf") or config.model.quantize)):
+        lines.append(f"mlx_lm.generate --model {model} --prompt ...")
+    if is_adapter:
+        lines.append(
+            f"{python} -m forge_mlx.export {run} OUT    # merged, for mlx-lm and transformers"
+        )
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             describe_run(config)
             return 0
-        _print_outcome(train(config))
+        _print_outcome(train(config), config)
         return 0
     except Interrupted as stopped:
         print(stopped, file=sys.stderr)

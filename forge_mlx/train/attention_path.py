@@ -11,9 +11,10 @@ import mlx.core as mx
 
 def features(model: DecoderConfig, packing: Packing) -> list[str]:
     """What attention does beside causal order, in words; nothing for plain attention."""
+    some = "" if model.sliding_layers is None else f" in {len(model.sliding_layers)} of {model.num_layers} layers"
     found = {
         "documents": packing == "documents",
-        f"a window of {model.sliding_window}": model.sliding_window is not None,
+        f"a window of {model.sliding_window}{some}": model.sliding_window is not None,
         f"scores capped at {model.attention_softcap}": model.attention_softcap is not None,
         "sinks": model.attention_sinks,
     }

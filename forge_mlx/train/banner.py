@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
+import math
 import os
 from typing import Any
 
@@ -17,6 +18,8 @@ from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.moe import MoE, MoEConfig
 from forge_mlx.models.qat import prepared_layers
 from forge_mlx.nn.fake_quant import FakeQuantized
+from forge_mlx.nn.parameters import count_elements
+from forge_mlx.nn.quantized import named_shapes
 from forge_mlx.optim import OptimConfig
 from forge_mlx.train.attention_path import describe_attention
 from forge_mlx.train.config import TrainConfig
@@ -26,14 +29,18 @@ import mlx.core as mx
 import mlx.nn as nn
 
 _LOW_FILL = 0.9
-_PACKING = {
-    "concat": "documents follow each other in a row, each with an end token, and attention crosses their borders",
-    "documents": "whole documents in a row, each with segment ids and positions of its own; none sees another",
+_PACKING: dict[str | bool, str] = {
+    "concat": "concat (documents follow each other in a row, each with an end token, and attention crosses their "
+    "borders)",
+    "documents": "documents (whole documents in a row, each with segment ids and positions of its own; none sees "
+    "another)",
+    True: "several examples in a row, each with segment ids and positions of its own; none sees another",
+    False: "one example in a row, the rest padding",
 }
 
 
-def log_path(placement: Placement, config: TrainConfig, log: Callable[[str], None]) -> None:
-    """Say on what and how a run computes, and why, before the work begins."""
+def log_device(placement: Placement, log: Callable[[str], None]) -> None:
+    """Say on what a run computes, and why, before the work begins."""
     on_cpu = placement.device == mx.Device(mx.cpu)
     log(f"device: {placement.device.type.name}, {placement.dtype_name} ({placement.reason})")
     if on_cpu:
@@ -46,15 +53,33 @@ def log_path(placement: Placement, config: TrainConfig, log: Callable[[str], Non
             )
         if hint := _busy_hint():
             log(hint)
-    packing = config.data.packing
-    path = describe_attention(config.model, packing, config.train.seq_len, placement.dtype, placement.device.type)
-    log(f"attention: {path}")
-    log(f"packing: {describe_packing(packing)}")
 
 
-def describe_packing(packing: Packing) -> str:
-    """How documents become rows, in words."""
-    return f"{packing} ({_PACKING[packing]})"
+def log_path(trainer: Trainer, log: Callable[[str], None]) -> None:
+    """Say how a run computes attention, and what stands in its rows."""
+    log(f"attention: {attention_text(trainer.config, trainer.model.config, trainer.placement)}")
+    log(f"packing: {describe_packing(trainer.config)}")
+
+
+def attention_text(config: TrainConfig, shape: DecoderConfig, placement: Placement) -> str:
+    """What attention does in a run, the path that it takes, and why.
+
+    Args:
+        config: of the run.
+        shape: the model's.
+        placement: device and dtype.
+    """
+    return describe_attention(shape, rows_kind(config), config.train.seq_len, placement.dtype, placement.device.type)
+
+
+def rows_kind(config: TrainConfig) -> Packing:
+    """The packing of a corpus whose rows need of attention what those of a config do."""
+    return "documents" if config.isolates_texts else "concat"
+
+
+def describe_packing(config: TrainConfig) -> str:
+    """How texts become rows, in words."""
+    return _PACKING[config.data.packing]
 
 
 def describe_experts(model: DecoderConfig) -> str:
@@ -104,6 +129,24 @@ def _format_text(layer: FakeQuantized) -> str:
     return " ".join(parts) + (" with int8 inputs" if layer.activations else "")
 
 
+def describe_adapters(config: TrainConfig, model: nn.Module) -> str:
+    """What is trained of a model with adapters, in words; nothing without them.
+
+    Args:
+        config: of the run.
+        model: with its adapters.
+    """
+    adapter = config.adapter
+    if adapter is None:
+        return ""
+    trained = count_elements(model.trainable_parameters())
+    total = sum(math.prod(shape) for _, shape in named_shapes(model))
+    return (
+        f"{adapter.method} of rank {adapter.rank}, scale {adapter.scale:g}: {trained:,} parameters are trained, "
+        f"{trained / (total - trained):.2%} of the base's, which is frozen"
+    )
+
+
 def _busy_hint() -> str | None:
     """A BLAS that splits its work evenly waits for the core that other programs keep busy: by up to ten times."""
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
@@ -117,14 +160,16 @@ def _busy_hint() -> str | None:
 
 def log_model(trainer: Trainer, log: Callable[[str], None]) -> None:
     """Say what is trained, and for how long."""
-    config, model = trainer.config, trainer.model
+    config, model, shape = trainer.config, trainer.model, trainer.model.config
     loop, tokens = config.train, trainer.tokens_per_step
     log(
         f"model: {model.num_parameters():,} parameters ({model.num_parameters(embeddings=False):,} without "
-        f"embeddings), {config.model.num_layers} layers of {config.model.hidden_size}"
+        f"embeddings), {shape.num_layers} layers of {shape.hidden_size}"
     )
+    if text := describe_adapters(config, model):
+        log(f"adapters: {text}")
     if isinstance(model, MoE):
-        log(f"experts: {describe_experts(config.model)}; a token meets {model.num_active_parameters():,} parameters")
+        log(f"experts: {describe_experts(shape)}; a token meets {model.num_active_parameters():,} parameters")
     if text := describe_qat(config, model):
         log(f"quantisation: {text}")
     rows = loop.batch_size * loop.seq_len
@@ -136,13 +181,14 @@ def log_model(trainer: Trainer, log: Callable[[str], None]) -> None:
     log(f"optimizer: {_optimizer_text(config.optim)}")
     passes = f" x {loop.accumulate} passes" if loop.accumulate > 1 else ""
     about, filled = "", ""
-    if isinstance(trainer.rows, DocumentRows):
+    if trainer.fill < 1:
         about, filled = "about ", f", {trainer.fill:.2%} of them targets"
+    if isinstance(trainer.rows, DocumentRows):
         for line in _rows_lines(trainer.rows, trainer.valid_rows, trainer.fill):
             log(line)
     log(
         f"training: {loop.steps:,} steps of {about}{tokens:,} tokens ({loop.batch_size} rows x {loop.seq_len}{passes}"
-        f"{filled}), {loop.steps * tokens / trainer.data.facts.train_tokens:.3g} times over the training text"
+        f"{filled}), {loop.steps * tokens / trainer.rows.num_targets:.3g} times over the training text"
     )
     log(f"folder: {trainer.folder.path}; Ctrl-C stops after a step and saves, the same command goes on")
 
@@ -168,7 +214,7 @@ def setup_facts(trainer: Trainer) -> dict[str, Any]:
     """The fields of the log's setup record."""
     model = trainer.model
     return {
-        "corpus": asdict(trainer.data.facts),
+        "corpus": asdict(trainer.work.facts),
         "parameters": model.num_parameters(),
         "non_embedding_parameters": model.num_parameters(embeddings=False),
         "total_steps": trainer.config.train.steps,

@@ -1,16 +1,21 @@
 """The training config: every section and field, with its help text. ``load.py`` reads it from YAML."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from forge_mlx._config import Section
-from forge_mlx.data.config import DataConfig
+from forge_mlx.data.config import DataConfig, TokenizerConfig
+from forge_mlx.data.example_config import ExampleConfig
 from forge_mlx.kernels.attention.options import LARGEST_HEAD
+from forge_mlx.models.adapter_config import AdapterConfig
+from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.moe import MoEConfig
 from forge_mlx.models.qat import QATConfig
 from forge_mlx.models.registry import ARCHITECTURES, ModelConfig
 from forge_mlx.optim import OptimConfig
-from pydantic import Field, create_model, field_validator, model_validator
+from forge_mlx.train.preference_config import PreferenceConfig
+from forge_mlx.train.pretrained_config import PretrainedConfig
+from pydantic import Discriminator, Field, Tag, create_model, field_validator, model_validator
 
 
 class RunConfig(Section):
@@ -66,47 +71,98 @@ class LoopConfig(Section):
     sample_temperature: float = Field(0.7, ge=0, description="temperature of samples, with top-p 0.95; 0: greedy")
     checkpoint_every: int = Field(100, ge=0, description="steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = Field(2, gt=0, description="newest checkpoints that are kept")
+    grad_checkpoint: bool = Field(
+        False, description="compute each block anew in the backward pass: a third more work, far less memory"
+    )
+
+
+def _kind_of_model(value: Any) -> str:
+    """A model that exists is one that has a path."""
+    has_path = "path" in value if isinstance(value, dict) else isinstance(value, PretrainedConfig)
+    return "pretrained" if has_path else "new"
+
+
+def _kind_of_data(value: Any) -> str:
+    """Examples are data that have a format."""
+    has_format = "format" in value if isinstance(value, dict) else isinstance(value, ExampleConfig)
+    return "examples" if has_format else "corpus"
+
+
+AnyModel: TypeAlias = Annotated[
+    Annotated[ModelConfig, Tag("new")] | Annotated[PretrainedConfig, Tag("pretrained")], Discriminator(_kind_of_model)
+]
+AnyData: TypeAlias = Annotated[
+    Annotated[DataConfig, Tag("corpus")] | Annotated[ExampleConfig, Tag("examples")], Discriminator(_kind_of_data)
+]
 
 
 class TrainConfig(Section):
     """A whole training config."""
 
     run: RunConfig
-    model: ModelConfig = Field(description=f"the shape of the model; arch: {' or '.join(ARCHITECTURES)}")
-    data: DataConfig
+    model: AnyModel = Field(
+        description=f"the shape of a new model (arch: {' or '.join(ARCHITECTURES)}), or the path of one that exists"
+    )
+    data: AnyData = Field(description="a corpus of texts, or with a format examples: chats, prompts, pairs")
     train: LoopConfig
     optim: OptimConfig = Field(default_factory=OptimConfig)
+    adapter: AdapterConfig | None = Field(
+        None, description="low-rank adapters on a frozen model; null: all parameters are trained"
+    )
     qat: QATConfig | None = Field(None, description="quantisation-aware training; null: none")
+    preference: PreferenceConfig | None = Field(
+        None, description="how pairs of data.format: preference are trained on; null: with its defaults"
+    )
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> "TrainConfig":
-        problems = []
-        if self.train.seq_len > self.model.max_seq_len:
-            problems.append(
-                f"train.seq_len must be at most model.max_seq_len, {self.model.max_seq_len}, "
-                f"but got {self.train.seq_len}. Lower one or raise the other"
-            )
-        if self.optim.warmup_steps >= self.train.steps:
-            problems.append(
-                f"optim.warmup_steps must be less than train.steps, {self.train.steps}, "
-                f"but got {self.optim.warmup_steps}"
-            )
-        if self.data.packing == "documents" and self.model.head_size > LARGEST_HEAD:
-            problems.append(
-                f"model.head_dim must be at most {LARGEST_HEAD} with data.packing: documents but the head size is "
-                f"{self.model.head_size}. Set it or raise model.num_heads"
-            )
-        problems += self._phase_problems() + self._expert_rate_problems()
-        tokenizer = self.data.tokenizer
-        if tokenizer.path is None and self.model.vocab_size not in (None, tokenizer.vocab_size):
-            problems.append(
-                f"model.vocab_size must be data.tokenizer.vocab_size, {tokenizer.vocab_size}, or null, "
-                f"but got {self.model.vocab_size}"
-            )
+        shape = self.model if isinstance(self.model, DecoderConfig) else None
+        problems = _length_problems(self, shape) if shape else []
+        problems += self._rate_problems()
+        problems += _head_problems(self, shape) if shape else []
+        problems += self._phase_problems() + self._expert_rate_problems() + self._method_problems()
+        if shape and isinstance(self.data, DataConfig):
+            problems += _vocabulary_problems(shape, self.data.tokenizer)
         if problems:
             # A line each: `explain.py` finds the key that a line begins with.
             raise ValueError("\n".join(problems))
         return self
+
+    def _rate_problems(self) -> list[str]:
+        if self.optim.warmup_steps < self.train.steps:
+            return []
+        return [
+            f"optim.warmup_steps must be less than train.steps, {self.train.steps}, but got {self.optim.warmup_steps}"
+        ]
+
+    def _method_problems(self) -> list[str]:
+        """What of adapters, quantised bases, examples and pairs does not go together."""
+        problems = []
+        pretrained = isinstance(self.model, PretrainedConfig)
+        if self.adapter is not None and not pretrained:
+            problems.append(
+                "adapter must be null with a new model, whose parameters have learned nothing yet. Set it to null, or "
+                "name a checkpoint in model.path"
+            )
+        if self.adapter is not None and self.optim.name != "adamw":
+            problems.append(
+                f"optim.name must be adamw with adapter but got {self.optim.name}: Muon is for matrices of full rank"
+            )
+        if isinstance(self.model, PretrainedConfig) and self.model.quantize and self.adapter is None:
+            problems.append(
+                "model.quantize must be null without adapter: codes cannot be trained. Add a section adapter (QLoRA), "
+                "or train with qat"
+            )
+        if isinstance(self.data, ExampleConfig) and not pretrained:
+            problems.append(
+                f"data.format must be left out with a new model but got {self.data.format}: examples need the "
+                "tokenizer of a checkpoint. Name one in model.path (forge_mlx.export makes one of a run)"
+            )
+        if isinstance(self.data, DataConfig) and pretrained and self.data.tokenizer != TokenizerConfig():
+            problems.append("data.tokenizer must be left out with model.path, which brings its own. Remove the section")
+        if self.preference is not None and not self.trains_pairs:
+            problems.append("preference must be null without data.format: preference. Remove the section")
+        return problems
 
     def _phase_problems(self) -> list[str]:
         """What is wrong with the steps of quantisation-aware training."""
@@ -132,19 +188,40 @@ class TrainConfig(Section):
                 f"optim.muon_expert_lr must be null with optim.name: {self.optim.name} but got {rate:g}: only Muon has "
                 "a rate for experts. Set it to null, or optim.name to muon"
             ]
-        if not isinstance(self.model, MoEConfig):
+        if isinstance(self.model, DecoderConfig) and not isinstance(self.model, MoEConfig):
             return [
                 f"optim.muon_expert_lr must be null with model.arch: {self.model.arch} but got {rate:g}: the model has "
                 "no experts. Set it to null"
             ]
         return []
 
+    @property
+    def trains_pairs(self) -> bool:
+        """Whether the data are pairs of a chosen and a rejected answer."""
+        return isinstance(self.data, ExampleConfig) and self.data.format == "preference"
+
+    @property
+    def isolates_texts(self) -> bool:
+        """Whether rows hold several texts of which none sees another."""
+        if isinstance(self.data, DataConfig):
+            return self.data.packing == "documents"
+        return self.data.packing and not self.trains_pairs
+
+    @property
+    def asks_in_chat(self) -> bool:
+        """Whether examples are conversations in the tokenizer's chat template."""
+        return isinstance(self.data, ExampleConfig) and (self.data.format == "chat" or self.data.prompt_as == "chat")
+
     def with_vocab_size(self, size: int) -> "TrainConfig":
-        """The config with the size of the tokenizer's vocabulary filled in.
+        """The config of a new model with the size of the tokenizer's vocabulary filled in.
+
+        Args:
+            size: the tokenizer's.
 
         Raises:
             ValueError: ``model.vocab_size`` is another.
         """
+        assert isinstance(self.model, DecoderConfig)
         if self.model.vocab_size not in (None, size):
             raise ValueError(
                 f"model.vocab_size must be the tokenizer's {size} (or null) but got {self.model.vocab_size}."
@@ -157,15 +234,65 @@ class TrainConfig(Section):
         return self.train.batch_size * self.train.seq_len * self.train.accumulate
 
 
-def of_architecture(name: object) -> type[TrainConfig]:
-    """The config with ``model`` of one architecture alone, whose errors are those of its fields.
+def shape_problems(config: TrainConfig, shape: DecoderConfig) -> list[str]:
+    """What is wrong with a config for a model of this shape, a line for each key.
 
     Args:
-        name: a value of ``model.arch``, a wrong one too.
+        config: of a run.
+        shape: the model's: of `config.model`, or of the checkpoint that it names.
     """
-    if isinstance(name, str) and name in ARCHITECTURES:
-        model: type[Section] = ARCHITECTURES[name].config
+    return _length_problems(config, shape) + _head_problems(config, shape)
+
+
+def _length_problems(config: TrainConfig, shape: DecoderConfig) -> list[str]:
+    if config.train.seq_len <= shape.max_seq_len:
+        return []
+    is_new = isinstance(config.model, DecoderConfig)
+    limit = "model.max_seq_len" if is_new else "the model's longest sequence"
+    return [
+        f"train.seq_len must be at most {limit}, {shape.max_seq_len}, but got {config.train.seq_len}. "
+        f"{'Lower one or raise the other' if is_new else 'Lower it'}"
+    ]
+
+
+def _head_problems(config: TrainConfig, shape: DecoderConfig) -> list[str]:
+    if not config.isolates_texts or shape.head_size <= LARGEST_HEAD:
+        return []
+    if isinstance(config.model, DecoderConfig):
+        return [
+            f"model.head_dim must be at most {LARGEST_HEAD} with data.packing: documents but the head size is "
+            f"{shape.head_size}. Set it or raise model.num_heads"
+        ]
+    other = "concat" if isinstance(config.data, DataConfig) else "false"
+    return [
+        f"data.packing must be {other} with heads of {shape.head_size} elements: packed texts take at most "
+        f"{LARGEST_HEAD}"
+    ]
+
+
+def _vocabulary_problems(model: DecoderConfig, tokenizer: TokenizerConfig) -> list[str]:
+    if tokenizer.path is not None or model.vocab_size in (None, tokenizer.vocab_size):
+        return []
+    return [
+        f"model.vocab_size must be data.tokenizer.vocab_size, {tokenizer.vocab_size}, or null, "
+        f"but got {model.vocab_size}"
+    ]
+
+
+def of_kinds(architecture: object, *, pretrained: bool, examples: bool) -> type[TrainConfig]:
+    """The config with the sections ``model`` and ``data`` of one kind alone, whose errors are those of their fields.
+
+    Args:
+        architecture: a value of ``model.arch``, a wrong one too; of a new model.
+        pretrained: whether the model exists.
+        examples: whether the data have a format.
+    """
+    if pretrained:
+        model: type[Section] = PretrainedConfig
+    elif isinstance(architecture, str) and architecture in ARCHITECTURES:
+        model = ARCHITECTURES[architecture].config
     else:
         names: Any = Literal[tuple(ARCHITECTURES)]
         model = create_model("Model", __base__=ARCHITECTURES["gpt"].config, arch=(names, "gpt"))
-    return create_model("TrainConfig", __base__=TrainConfig, model=(model, ...))
+    data = ExampleConfig if examples else DataConfig
+    return create_model("TrainConfig", __base__=TrainConfig, model=(model, ...), data=(data, ...))

@@ -2,11 +2,11 @@
 
 from forge_mlx.data.batch import Batch
 from forge_mlx.models.gpt import GPT
-from forge_mlx.models.qat import convert_qat, prepare_qat
-from forge_mlx.models.registry import build_model
+from forge_mlx.models.qat import convert_qat, is_prepared, prepare_qat
 from forge_mlx.nn.losses import cross_entropy
+from forge_mlx.nn.module_copy import copied_modules
 from forge_mlx.train.config import TrainConfig
-from forge_mlx.train.step import batch_arrays
+from forge_mlx.train.objective import batch_arrays
 import mlx.core as mx
 
 
@@ -23,9 +23,9 @@ def deployed_model(config: TrainConfig, trained: GPT, dtype: mx.Dtype) -> GPT:
     """
     if config.qat is None:
         raise ValueError("[deployed_model] the config must have a section qat but has none. Save the model as it is.")
-    # The weights of the copy are replaced at once, whatever it is built from.
-    copy = prepare_qat(build_model(config.model), config.qat)
-    copy.update(trained.parameters())
+    copy = copied_modules(trained)
+    if not is_prepared(copy):
+        prepare_qat(copy, config.qat)
     convert_qat(copy, dtype)
     copy.eval()
     return copy
@@ -38,6 +38,8 @@ def summed_logits_loss(model: GPT, batch: Batch) -> float:
         model: in evaluation mode.
         batch: rows of tokens.
     """
-    inputs, targets, weights, segment_ids, positions = batch_arrays(batch)
+    inputs, targets, weights, segment_ids, positions, *_ = batch_arrays(batch)
+    assert inputs is not None
+    assert targets is not None
     logits = model(inputs, segment_ids=segment_ids, positions=positions)
     return float(cross_entropy(logits, targets, weights=weights, reduction="sum"))

@@ -5,18 +5,31 @@ from pathlib import Path
 import textwrap
 
 from forge_mlx._text import count, size
+from forge_mlx.data.config import DataConfig
+from forge_mlx.data.example_config import ExampleConfig
 from forge_mlx.data.sources import list_files
 from forge_mlx.data.tokenizer import Tokenizer
+from forge_mlx.hub.pretrained import load_pretrained
+from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.gpt import GPT
 from forge_mlx.models.moe import MoE
 from forge_mlx.models.qat import prepare_qat
 from forge_mlx.models.registry import build_model
-from forge_mlx.nn.parameters import named_arrays
-from forge_mlx.train.attention_path import describe_attention
-from forge_mlx.train.banner import describe_experts, describe_packing, describe_qat
-from forge_mlx.train.config import TrainConfig
+from forge_mlx.nn.parameters import count_elements, named_arrays
+from forge_mlx.train.banner import (
+    attention_text,
+    describe_adapters,
+    describe_experts,
+    describe_packing,
+    describe_qat,
+    rows_kind,
+)
+from forge_mlx.train.config import TrainConfig, shape_problems
 from forge_mlx.train.device import Placement, choose_placement
 from forge_mlx.train.memory import estimate_memory
+from forge_mlx.train.pretrained_config import PretrainedConfig
+from forge_mlx.train.step import frozen_parameters
+from forge_mlx.train.work import make_trainable, trained_dtype
 import mlx.core as mx
 from rich.console import Console
 from rich.table import Table
@@ -29,44 +42,41 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
     """Print parameter shapes and counts, tokens and FLOPs a step, and the estimated peak memory.
 
     Raises:
-        ValueError: ``model.vocab_size`` is not that of the given tokenizer, a data path does not exist, or there is
-            no such device.
+        ValueError: ``model.vocab_size`` is not that of the given tokenizer, a data path does not exist, there is no
+            such device, or the checkpoint cannot be read.
     """
     console = console or Console(highlight=False)
     placement = choose_placement(config.run)
-    list_files(config.data, log=console.print)
-    tokenizer = config.data.tokenizer
-    config = config.with_vocab_size(
-        Tokenizer.load(Path(tokenizer.path)).vocab_size if tokenizer.path else tokenizer.vocab_size
-    )
-    # The arrays are lazy: nothing is allocated for the shapes alone.
-    model = build_model(config.model, seed=config.run.seed)
-    if config.qat is not None:
-        prepare_qat(model, config.qat)
+    model = _model(config, placement, console)
+    shape = model.config
     console.print(_shape_table(model))
     total, hidden = model.num_parameters(), model.num_parameters(embeddings=False)
     loop, steps, step_tokens = config.train, config.train.steps, config.tokens_per_step
     # How much of the rows is padding, and how long the documents are, only the data say.
-    most = "" if config.data.packing == "concat" else "at most "
+    most = "at most " if config.isolates_texts or isinstance(config.data, ExampleConfig) else ""
     flops = model.flops_per_token(loop.seq_len) * step_tokens
+    trained = count_elements(model.trainable_parameters())
+    frozen = sum(array.nbytes for _, array in named_arrays(frozen_parameters(model)))
     memory = estimate_memory(
-        config.model,
+        shape,
         config.optim,
-        total,
+        trained if config.adapter is not None else total,
         loop.batch_size,
         loop.seq_len,
         placement.dtype_name,
         loop.accumulate,
         placement.device.type,
-        config.data.packing,
+        rows_kind(config),
+        frozen if config.adapter is not None else 0,
+        loop.grad_checkpoint,
     )
-    parts = [f"{name} {size(num_bytes)}" for name, num_bytes in asdict(memory).items()]
+    parts = [f"{name} {size(num_bytes)}" for name, num_bytes in asdict(memory).items() if num_bytes]
     passes = f"{loop.accumulate} pass{'' if loop.accumulate == 1 else 'es'}"
     lines = {
         "device": placement.device.type.name,
         "dtype": f"{placement.dtype_name} ({placement.reason})",
-        "attention": _wrapped(_attention_text(config, placement)),
-        "packing": _wrapped(describe_packing(config.data.packing)),
+        "attention": _wrapped(_attention_text(config, shape, placement)),
+        "packing": _wrapped(describe_packing(config)),
         "parameters": f"{total:,} ({hidden:,} without embeddings)",
         **_special_lines(config, model),
         "tokens a step": f"{most}{step_tokens:,} = {loop.batch_size} rows x {loop.seq_len} tokens x {passes}",
@@ -80,20 +90,46 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
         console.print(f"{name + ':' if name else '':<{_INDENT}}{text}", soft_wrap=True, markup=False)
 
 
+def _model(config: TrainConfig, placement: Placement, console: Console) -> GPT:
+    """The model as it would be trained; nothing is allocated for the shapes alone."""
+    if isinstance(config.model, PretrainedConfig):
+        dtype = trained_dtype(config, placement)
+        base = config.model
+        model = load_pretrained(base.path, dtype=dtype, revision=base.revision, log=console.print).model
+        if problems := shape_problems(config, model.config):
+            raise ValueError("; ".join(problems) + ".")
+        make_trainable(config, model, dtype)
+        return model
+    assert isinstance(config.data, DataConfig)
+    list_files(config.data, log=console.print)
+    tokenizer = config.data.tokenizer
+    config = config.with_vocab_size(
+        Tokenizer.load(Path(tokenizer.path)).vocab_size if tokenizer.path else tokenizer.vocab_size
+    )
+    assert isinstance(config.model, DecoderConfig)
+    model = build_model(config.model, seed=config.run.seed)
+    if config.qat is not None:
+        prepare_qat(model, config.qat)
+    return model
+
+
 def _special_lines(config: TrainConfig, model: GPT) -> dict[str, str]:
     """What only some models have: experts, quantisation."""
-    experts = describe_experts(config.model)
+    experts = describe_experts(model.config)
     if isinstance(model, MoE):
         experts += f"; a token meets {model.num_active_parameters():,} parameters"
-    found = {"experts": experts, "quantisation": describe_qat(config, model)}
+    found = {
+        "adapters": describe_adapters(config, model),
+        "experts": experts,
+        "quantisation": describe_qat(config, model),
+    }
     return {name: _wrapped(text) for name, text in found.items() if text}
 
 
-def _attention_text(config: TrainConfig, placement: Placement) -> str:
-    device = placement.device
+def _attention_text(config: TrainConfig, shape: DecoderConfig, placement: Placement) -> str:
     # As in the run, whose device is the default one.
-    with mx.stream(device):
-        return describe_attention(config.model, config.data.packing, config.train.seq_len, placement.dtype, device.type)
+    with mx.stream(placement.device):
+        return attention_text(config, shape, placement)
 
 
 def _wrapped(text: str) -> str:

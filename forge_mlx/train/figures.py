@@ -24,7 +24,7 @@ def status(run: Run) -> str:
 def headline_figures(run: Run) -> list[Figure]:
     """What every run has."""
     where = "final" if run.finished else f"so far, at step {step:,}" if (step := run.last("eval", "step")) else ""
-    gzip, parameters = run.fact("gzip_bits_per_byte"), run.fact("parameters")
+    parameters = run.fact("parameters")
     _, speeds = run.series("train", "tokens_per_second")
     speed = float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else None
     peak = highest(run.series("train", "peak_memory")[1])
@@ -32,11 +32,7 @@ def headline_figures(run: Run) -> list[Figure]:
     total = run.fact("total_steps")
     return [
         ("validation loss", number(run.last("eval", "loss"), "{:.4f}"), where or "no evaluation yet"),
-        (
-            "bits per byte",
-            number(run.last("eval", "bits_per_byte"), "{:.3f}"),
-            number(gzip, "gzip: {:.3f}", "gzip: not measured"),
-        ),
+        _second_figure(run),
         ("steps", f"{run.last_step:,}", number(total, "of {:,}", "")),
         ("tokens", number(run.last("train", "tokens"), short), "trained on"),
         ("wall time", number(elapsed, format_duration), "without pauses"),
@@ -44,6 +40,15 @@ def headline_figures(run: Run) -> list[Figure]:
         ("peak memory", number(peak, memory_text), ""),
         ("parameters", number(parameters, short), number(parameters, "{:,}", "")),
     ]
+
+
+def _second_figure(run: Run) -> Figure:
+    """What stands beside the loss: bits per byte of a text, of pairs how often the chosen answer is preferred."""
+    if (share := run.last("eval", "accuracy")) is not None:
+        pairs = number(run.last("eval", "pairs"), "of {:,.0f} pairs", "")
+        return "preferred", number(share, lambda value: f"{100 * value:.1f} %"), pairs
+    gzip = number(run.fact("gzip_bits_per_byte"), "gzip: {:.3f}", "gzip: not measured")
+    return "bits per byte", number(run.last("eval", "bits_per_byte"), "{:.3f}"), gzip
 
 
 def quantization_figures(run: Run) -> list[Figure]:

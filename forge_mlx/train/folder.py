@@ -23,7 +23,9 @@ from forge_mlx.train.load import dump_config, load_config
 # A checkpoint means something else when one of these changes; all other keys may change between two starts.
 _FIXED_KEYS = (
     "model",
+    "adapter",
     "qat",
+    "preference",
     "data",
     "run.seed",
     "train.batch_size",

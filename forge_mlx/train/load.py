@@ -7,7 +7,7 @@ import re
 from types import NoneType
 from typing import Any, cast
 
-from forge_mlx.train.config import TrainConfig, of_architecture
+from forge_mlx.train.config import TrainConfig, of_kinds
 from forge_mlx.train.explain import Key, Origin, explain_errors, plain_types, section_of, show, suggest
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
@@ -55,7 +55,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
             problems are listed.
     """
     values, lines = _read_yaml(path)
-    root = of_architecture(_architecture(values, overrides))
+    root = _root(values, overrides)
     _fill_empty_sections(values, root)
     keys = [_apply_override(values, override, root) for override in overrides]
     try:
@@ -138,15 +138,19 @@ def _explain_yaml(error: YAMLError, path: Path) -> str:
     return f"{place}: not valid YAML: {problem}.{hint}"
 
 
-def _architecture(values: dict[str, Any], overrides: Sequence[str]) -> Any:
-    """What ``model.arch`` will be: it decides which keys the section has."""
-    model = values.get("model")
-    name = model.get("arch", "gpt") if isinstance(model, dict) else "gpt"
+def _root(values: dict[str, Any], overrides: Sequence[str]) -> type[TrainConfig]:
+    """The config with the kinds of sections that the file and the command line have keys of."""
+    named = {override.partition("=")[0] for override in overrides}
+    model, data = values.get("model"), values.get("data")
+    pretrained = "model.path" in named or (isinstance(model, dict) and "path" in model)
+    examples = "data.format" in named or (isinstance(data, dict) and "format" in data)
+    architecture = model.get("arch", "gpt") if isinstance(model, dict) else "gpt"
+    plain = of_kinds("gpt", pretrained=False, examples=False)
     for override in overrides:
         key, _, text = override.partition("=")
         if key == "model.arch":
-            name = _override_value(("model", "arch"), text, override, of_architecture("gpt"))
-    return name
+            architecture = _override_value(("model", "arch"), text, override, plain)
+    return of_kinds(architecture, pretrained=pretrained, examples=examples)
 
 
 def _fill_empty_sections(values: dict[str, Any], model: type[BaseModel]) -> None:

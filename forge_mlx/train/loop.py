@@ -5,18 +5,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forge_mlx.data.prepare import prepare
-from forge_mlx.train.banner import log_model, log_path, setup_facts
+from forge_mlx.train.banner import log_device, log_model, log_path, setup_facts
 from forge_mlx.train.checkpoint import remove_old
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.device import Placement, choose_placement
 from forge_mlx.train.folder import RunFolder, RunFolderError
-from forge_mlx.train.metrics import MetricsLog, read_metrics
+from forge_mlx.train.metrics import MetricsLog, Record, read_metrics
 from forge_mlx.train.outcome import Interrupted, NonFiniteLoss, Outcome, TrainingStopped, finished_outcome
 from forge_mlx.train.progress import Progress
+from forge_mlx.train.prompts import Prompt
 from forge_mlx.train.report import load_run, write_loss_plot, write_report
 from forge_mlx.train.signals import StopRequested, StopSignals
-from forge_mlx.train.trainer import Trainer, Window
+from forge_mlx.train.trainer import Trainer
+from forge_mlx.train.window import Window
+from forge_mlx.train.work import begin_work
 import mlx.core as mx
 
 __all__ = ["Interrupted", "NonFiniteLoss", "Outcome", "TrainingStopped", "train"]
@@ -65,9 +67,9 @@ def _start(config: TrainConfig, folder: RunFolder, stop: StopSignals, log: Log) 
             return outcome
         if not anew:
             folder.require_way_on()
-        log_path(placement, config, log)
-        data = prepare(config.data, log=log)
-        trainer = Trainer(config.with_vocab_size(data.tokenizer.vocab_size), placement, data, folder)
+        log_device(placement, log)
+        trainer = Trainer(begin_work(config, placement, log), placement, folder)
+        log_path(trainer, log)
         if not anew:
             return _train_in_folder(trainer, changed, stop, log)
         if kept := folder.set_aside():
@@ -92,7 +94,8 @@ def _train_in_folder(trainer: Trainer, changed: list[str], stop: StopSignals, lo
         with MetricsLog(folder.metrics_file, notify=log) as metrics:
             metrics.truncate_after(trainer.step)
             folder.write_config(trainer.config)
-            trainer.data.tokenizer.save(folder.tokenizer_file)
+            if trainer.work.source is None:
+                trainer.tokenizer.save(folder.tokenizer_file)
             metrics.log("setup", trainer.step, time=trainer.seconds, **setup_facts(trainer))
             for notice in notices:
                 metrics.log("event", trainer.step, time=trainer.seconds, message=notice)
@@ -128,6 +131,9 @@ def _run_loop(trainer: Trainer, metrics: MetricsLog, bar: Progress, stop: StopSi
     """Train until the last step; records, evaluations, samples and checkpoints as they come due."""
     loop = trainer.config.train
     recent = deque[tuple[int, float]](maxlen=20)
+    if trainer.step == 0 and trainer.work.source is not None:
+        # What the checkpoint says before it is trained, for the report to stand beside what it says after.
+        _log_samples(trainer, metrics, bar.line)
     _enter_phase(trainer, metrics, bar.line)
     while trainer.step < loop.steps:
         tokens_before, seconds_before = trainer.tokens, trainer.window.seconds
@@ -136,7 +142,14 @@ def _run_loop(trainer: Trainer, metrics: MetricsLog, bar: Progress, stop: StopSi
         recent.append((trainer.tokens - tokens_before, window.seconds - seconds_before))
         tokens, seconds = (sum(each) for each in zip(*recent, strict=True))
         speed = tokens / seconds
-        bar.update(step, loss=window.loss, bits_per_byte=window.bits_per_byte, tokens_per_second=speed, lr=rate)
+        bar.update(
+            step,
+            loss=window.loss,
+            bits_per_byte=window.bits_per_byte,
+            accuracy=trainer.measured(window).get("accuracy"),
+            tokens_per_second=speed,
+            lr=rate,
+        )
         if _due(step, loop.log_every) or last:
             _log_window(trainer, metrics, norm, rate)
         _enter_phase(trainer, metrics, bar.line)
@@ -145,9 +158,7 @@ def _run_loop(trainer: Trainer, metrics: MetricsLog, bar: Progress, stop: StopSi
             metrics.log("eval", step, time=trainer.seconds, final=False, **result, **_phase_fields(trainer))
             bar.line(_eval_line(step, result))
         if _due(step, loop.sample_every) and not last:
-            text = trainer.sample()
-            metrics.log("sample", step, time=trainer.seconds, prompt=trainer.prompt_text, text=text)
-            bar.line(f"step {step}: sample: {text!r}")
+            _log_samples(trainer, metrics, bar.line)
         if _due(step, loop.checkpoint_every) or last or stop.received is not None:
             trainer.save()
         if stop.received is not None:
@@ -168,7 +179,7 @@ def _log_window(trainer: Trainer, metrics: MetricsLog, norm: float, rate: float)
         trainer.step,
         time=trainer.seconds,
         loss=window.loss,
-        bits_per_byte=window.bits_per_byte,
+        **trainer.measured(window),
         lr=rate,
         grad_norm=norm,
         tokens=trainer.tokens,
@@ -177,6 +188,14 @@ def _log_window(trainer: Trainer, metrics: MetricsLog, norm: float, rate: float)
         **({"moe": routing} if routing else {}),
     )
     trainer.window = Window()
+
+
+def _log_samples(trainer: Trainer, metrics: MetricsLog, say: Log) -> None:
+    """Write what the model says now; the screen shows the first."""
+    samples = trainer.samples()
+    for prompt, text in samples:
+        metrics.log("sample", trainer.step, time=trainer.seconds, **_sample_fields(prompt, text))
+    say(f"step {trainer.step}: sample: {samples[0][1]!r}")
 
 
 def _enter_phase(trainer: Trainer, metrics: MetricsLog, say: Log) -> None:
@@ -196,15 +215,20 @@ def _finish(trainer: Trainer, metrics: MetricsLog, log: Log) -> Outcome:
     _enter_phase(trainer, metrics, log)
     log("last evaluation ...")
     result = trainer.evaluate(loop.final_eval_tokens)
-    sample = trainer.sample()
+    samples = trainer.samples()
     trainer.save_final()
-    # A start that was killed between these two lines has written the sample already.
-    if not any(r["kind"] == "sample" and r["step"] == step for r in read_metrics(trainer.folder.metrics_file, log)):
-        metrics.log("sample", step, time=trainer.seconds, prompt=trainer.prompt_text, text=sample)
+    # A start that was killed while it wrote these has written some already.
+    written = [r["prompt"] for r in read_metrics(trainer.folder.metrics_file, log) if _is_sample_of(r, step)]
+    for prompt, text in samples:
+        if prompt.text not in written:
+            metrics.log("sample", step, time=trainer.seconds, **_sample_fields(prompt, text))
     deployed = _evaluate_deployed(trainer, metrics, log)
     metrics.log("eval", step, time=trainer.seconds, final=True, **result, **_phase_fields(trainer), **deployed)
     log(_eval_line(step, result) + f" ({int(result['tokens']):,} tokens)")
-    return Outcome(result["loss"], result["bits_per_byte"], trainer.prompt_text, sample, trainer.folder.path)
+    prompt, text = samples[0]
+    return Outcome(
+        result["loss"], result.get("bits_per_byte"), result.get("accuracy"), prompt.text, text, trainer.folder.path
+    )
 
 
 def _evaluate_deployed(trainer: Trainer, metrics: MetricsLog, log: Log) -> dict[str, Any]:
@@ -256,12 +280,25 @@ def _say_finished(folder: RunFolder, changed: list[str], log: Log) -> None:
         _write_pictures(folder.path, log)
 
 
+def _sample_fields(prompt: Prompt, text: str) -> dict[str, str]:
+    expected = {} if prompt.expected is None else {"expected": prompt.expected}
+    return {"prompt": prompt.text, "text": text, **expected}
+
+
+def _is_sample_of(record: Record, step: int) -> bool:
+    return bool(record["kind"] == "sample" and record["step"] == step)
+
+
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
 def _eval_line(step: int, result: dict[str, float]) -> str:
-    return f"step {step}: validation loss {result['loss']:.4f}, {result['bits_per_byte']:.4f} bits per byte"
+    if "accuracy" in result:
+        said = f"the chosen answer preferred in {100 * result['accuracy']:.1f} % of {int(result['pairs']):,} pairs"
+    else:
+        said = f"{result['bits_per_byte']:.4f} bits per byte"
+    return f"step {step}: validation loss {result['loss']:.4f}, {said}"
 
 
 def _what_is_kept(trainer: Trainer) -> str:

@@ -13,7 +13,7 @@ from forge_mlx.train.device import DTYPES
 import mlx.core as mx
 
 # How many arrays of the MLP's width one layer keeps for its backward pass, by `model.mlp`; measured.
-_MLP_ARRAYS = {"swiglu": 5, "geglu": 6, "gelu": 4, "gelu_tanh": 4, "silu": 4, "relu2": 3}
+_MLP_ARRAYS = {"swiglu": 5, "geglu": 6, "geglu_tanh": 6, "gelu": 4, "gelu_tanh": 4, "silu": 4, "relu2": 3}
 
 # Of attention through blocks of queries, measured: how many arrays of a block's scores its backward pass holds at a
 # time, and how many of the heads' width each layer keeps beside what any attention does, and the layer in hand takes.
@@ -43,6 +43,7 @@ class MemoryEstimate:
         gradients: of the weights, float32; with accumulation those of the passes before too.
         optimizer: the moments, likewise twice.
         activations: what the backward pass needs of the forward pass.
+        frozen: weights that are not trained.
         logits: of one chunk of rows: the logits, their exponentials and their gradient, float32 in the loss; and the
             gradient of the head's weight, which is summed over the chunks in float32.
     """
@@ -52,13 +53,14 @@ class MemoryEstimate:
     optimizer: int
     activations: int
     logits: int
+    frozen: int = 0
 
     @property
     def total(self) -> int:
         """Estimated peak: the larger of the backward pass and the update."""
         backward = self.weights // 2 + self.gradients + self.optimizer // 2 + self.activations + self.logits
         update = self.weights + self.gradients + self.optimizer
-        return max(backward, update)
+        return max(backward, update) + self.frozen
 
 
 def estimate_memory(
@@ -71,6 +73,8 @@ def estimate_memory(
     accumulate: int = 1,
     device: mx.DeviceType = mx.cpu,
     packing: Packing = "concat",
+    frozen: int = 0,
+    checkpoint_blocks: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak of one training step.
 
@@ -81,13 +85,15 @@ def estimate_memory(
     Args:
         model: the model's config, with its vocabulary size.
         optim: the optimizer's config.
-        parameters: number of weights.
+        parameters: number of weights that are trained.
         batch_size: rows in one pass.
         seq_len: tokens in a row.
         dtype: of the forward and backward pass.
         accumulate: passes an update.
         device: where it runs.
         packing: how documents become rows.
+        frozen: bytes of the weights that are not trained.
+        checkpoint_blocks: whether the backward pass computes each block anew, and only one is whole at a time.
     """
     size = DTYPES[dtype].size
     tokens = batch_size * seq_len
@@ -97,6 +103,8 @@ def estimate_memory(
     widths = 4 * model.hidden_size + 2 * (model.num_heads * qk_size + kv) + heads
     if model.dropout:
         widths += 2 * model.hidden_size
+    if model.post_norms:
+        widths += 4 * model.hidden_size
     probabilities, blocks, in_hand = 0, 0, _backward_width(model)
     if device == mx.cpu and takes_mlx(model, packing, seq_len, DTYPES[dtype], device):
         probabilities = 2 * model.num_heads * seq_len
@@ -104,9 +112,14 @@ def estimate_memory(
         blocks = _BLOCK_ARRAYS * min(BLOCK_BYTES[mx.cpu], 4 * tokens * model.num_heads * seq_len)
         widths += _LAYER_HEADS * heads
         in_hand += _BACKWARD_HEADS * heads
-    per_token = model.num_layers * (widths + probabilities) + _feed_forward_widths(model) + in_hand
+    per_token = model.num_layers * (widths + probabilities) + _feed_forward_widths(model)
+    if checkpoint_blocks:
+        per_token = per_token // model.num_layers + model.num_layers * model.hidden_size
+    per_token += in_hand
     activations = tokens * (per_token * size + 4 * _router_floats(model)) + blocks
     vocabulary = model.vocab_size or 1
+    # The gradient of a head that is trained, summed over the chunks.
+    head_gradient = 0 if frozen else 2 * model.hidden_size
     chunk = chunk_rows(tokens, 4 * vocabulary, device)
     moments = 2 if optim.name == "adamw" else 1
     return MemoryEstimate(
@@ -114,7 +127,8 @@ def estimate_memory(
         gradients=(1 if accumulate == 1 else 2) * 4 * parameters,
         optimizer=2 * moments * 4 * parameters,
         activations=activations,
-        logits=4 * vocabulary * ((3 if model.logit_softcap is None else 4) * chunk + 2 * model.hidden_size),
+        logits=4 * vocabulary * ((3 if model.logit_softcap is None else 4) * chunk + head_gradient),
+        frozen=frozen,
     )
 
 

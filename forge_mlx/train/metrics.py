@@ -10,12 +10,12 @@ setup   facts of one start: corpus (sizes, gzip_bits_per_byte ...), packing (kin
         active_parameters (those that a token meets in an MoE), total_steps, tokens_per_step, device, dtype, blas,
         and the version of each package by its name; qat: with quantisation-aware training mode, bits, group_size,
         granularity (of all modules but those of overrides), start_step, end_step, modules (how many) ...
-train   loss (nats a token), bits_per_byte, lr (AdamW's), grad_norm (before clipping),
+train   loss (nats a token, or a pair), bits_per_byte, lr (AdamW's), grad_norm (before clipping),
         tokens_per_second, tokens (so far), peak_memory (bytes); moe: see below
 eval    loss, bits_per_byte, tokens (evaluated), final (whether training was over); with quantisation-aware
         training fake_quant (whether the weights were fake-quantised), and after a run that ended with them
         deployed: loss of the converted model, trained_loss of the one in training, tokens (of both)
-sample  prompt, text
+sample  prompt, text; of examples expected (what the data have there)
 event   message
 ======  =============================================================================================
 

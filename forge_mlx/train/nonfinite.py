@@ -3,8 +3,8 @@
 from typing import Any
 
 from forge_mlx.data.batch import Batch
-from forge_mlx.nn.parameters import named_arrays
-from forge_mlx.train.step import batch_arrays, cast_floats, document_arguments
+from forge_mlx.nn.parameters import cast_floats, named_arrays
+from forge_mlx.train.objective import batch_arrays, document_arguments
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -42,7 +42,7 @@ def first_bad_layer(model: nn.Module, batch: Batch) -> str | None:
     found: list[str] = []
     layers = model.layers
     model.layers = [_Recorder(layer, f"layers.{i}", found) for i, layer in enumerate(layers)]
-    inputs, _, _, segment_ids, positions = batch_arrays(batch)
+    inputs, _, _, segment_ids, positions, *_ = batch_arrays(batch)
     try:
         logits = model(inputs, **document_arguments(segment_ids, positions))
     finally:

@@ -31,15 +31,17 @@ class Outcome:
     """What a finished run reached.
 
     Attributes:
-        loss: validation loss in nats a token.
-        bits_per_byte: the same in bits a byte of text, which does not depend on the tokenizer.
+        loss: validation loss in nats a token, or a pair.
+        bits_per_byte: the same in bits a byte of text, which does not depend on the tokenizer; None of pairs.
+        accuracy: share of the pairs whose chosen answer is preferred; None of texts.
         prompt: what the sample continues.
         sample: a text by the model, without its prompt.
         folder: the run's folder.
     """
 
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None
+    accuracy: float | None
     prompt: str
     sample: str
     folder: Path
@@ -60,5 +62,9 @@ def finished_outcome(folder: RunFolder, config: TrainConfig, log: Callable[[str]
     samples = [r for r in records if r["kind"] == "sample"]
     if not evals or not samples or evals[-1]["step"] < config.train.steps:
         return None
-    loss, bits = evals[-1]["loss"], evals[-1]["bits_per_byte"]
-    return Outcome(loss, bits, samples[-1]["prompt"], samples[-1]["text"], folder.path)
+    last = evals[-1]
+    # Of several prompts the first, as when the run ended.
+    sample = next(r for r in samples if r["step"] == samples[-1]["step"])
+    return Outcome(
+        last["loss"], last.get("bits_per_byte"), last.get("accuracy"), sample["prompt"], sample["text"], folder.path
+    )

@@ -8,6 +8,7 @@ import time
 from types import TracebackType
 from typing import TextIO
 
+from forge_mlx._text import visible_controls
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -18,17 +19,6 @@ from rich.text import Text
 _MEMORY = 60.0
 # Columns between two parts of the live line, and of the shortest bar worth drawing.
 _GAP, _NARROWEST_BAR = 2, 6
-_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-# C1 controls: some terminals obey them as they do ESC sequences.
-_CONTROL_PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-
-
-def visible_controls(text: str) -> str:
-    """``text`` with each control character but newline and tab as a visible symbol.
-
-    A model's sample may hold any byte, and an escape sequence in it would act on the reader's terminal.
-    """
-    return text.translate(_CONTROL_PICTURES)
 
 
 class Progress:
@@ -96,17 +86,32 @@ class Progress:
             except OSError:
                 self._reader_gone()
 
-    def update(self, step: int, *, loss: float, bits_per_byte: float, tokens_per_second: float, lr: float) -> None:
+    def update(
+        self,
+        step: int,
+        *,
+        loss: float,
+        bits_per_byte: float | None,
+        tokens_per_second: float,
+        lr: float,
+        accuracy: float | None = None,
+    ) -> None:
         """Shows the state after ``step`` optimizer steps.
 
         Args:
             step: Steps done, those before a resume included.
-            loss: Training loss, nats a token.
-            bits_per_byte: The same loss as bits per byte of text.
+            loss: Training loss, nats a token, or a pair.
+            bits_per_byte: The same loss as bits per byte of text; None of pairs.
             tokens_per_second: Training speed.
             lr: Learning rate.
+            accuracy: Share of the pairs whose chosen answer is preferred, shown without bits per byte.
         """
-        self._bar.show(_State(step, loss, bits_per_byte, tokens_per_second, lr))
+        measure = ("", "")
+        if bits_per_byte is not None:
+            measure = (f"{bits_per_byte:.3f}", "bits/byte")
+        elif accuracy is not None:
+            measure = (f"{100 * accuracy:.1f} %", "preferred")
+        self._bar.show(_State(step, loss, measure, tokens_per_second, lr))
         if self._live is not None:
             return
         passed = step // self._log_every > self._printed // self._log_every
@@ -152,7 +157,7 @@ def _is_terminal(stream: TextIO) -> bool:
 class _State:
     step: int
     loss: float
-    bits_per_byte: float
+    measure: tuple[str, str]
     tokens_per_second: float
     lr: float
 
@@ -194,7 +199,7 @@ class _Bar:
         width = len(str(self.total))
         return (
             f"step {state.step:>{width}}/{self.total}  loss {state.loss:.4f}  "
-            f"{state.bits_per_byte:.3f} bits/byte  {state.tokens_per_second:,.0f} tok/s  "
+            f"{' '.join(state.measure)}  {state.tokens_per_second:,.0f} tok/s  "
             f"lr {state.lr:.2e}  {self.eta()}"
         )
 
@@ -208,7 +213,7 @@ class _Bar:
             (0, count),
             (3, None),
             (1, Text.assemble("loss ", (f"{state.loss:.4f}", "bold cyan"))),
-            (4, Text.assemble((f"{state.bits_per_byte:.3f}", "bold cyan"), " bits/byte")),
+            (4, Text.assemble((state.measure[0], "bold cyan"), f" {state.measure[1]}")),
             (5, Text.assemble((f"{state.tokens_per_second:,.0f}", "bold"), " tok/s")),
             (6, Text(f"lr {state.lr:.2e}")),
             (2, Text(self.eta(), style="magenta")),

@@ -11,6 +11,8 @@ from pathlib import Path
 import sys
 from typing import Any
 
+from forge_mlx._text import visible_controls
+from forge_mlx.train.before_after import before_and_after
 from forge_mlx.train.charts import Chart, Line, highest, smoothed
 from forge_mlx.train.expert_report import expert_section
 from forge_mlx.train.figures import (
@@ -24,7 +26,7 @@ from forge_mlx.train.figures import (
     yardstick,
 )
 from forge_mlx.train.metrics import Record, replace_file
-from forge_mlx.train.progress import format_duration, visible_controls
+from forge_mlx.train.progress import format_duration
 from forge_mlx.train.run_log import Run, flat, is_finite, load_run
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
@@ -94,6 +96,7 @@ def write_report(run: Run) -> Path:
         experts=expert_section(run, marks),
         charts=charts,
         max_points=max(chart["thinned_to"] for chart in charts),
+        answers=before_and_after(run),
         samples=[(step, samples[step]) for step in sorted(samples, reverse=True)],
         facts=[(" / ".join(path), fact_text(value)) for path, value in flat(run.facts)],
     )
@@ -107,7 +110,9 @@ def _loss_charts(run: Run) -> list[Chart]:
     rule = (f"gzip {gzip:.3f}", float(gzip)) if is_finite(gzip) else None
     turns = _quantization_turns(run)
     charts = []
-    for name, title in (("loss", "loss, nats a token"), ("bits_per_byte", "bits per byte")):
+    pairs = run.series("train", "accuracy")[0].size or run.series("eval", "accuracy")[0].size
+    names = {"loss": "loss, nats a pair", "accuracy": "share of pairs preferred"}
+    for name, title in (names if pairs else {"loss": "loss, nats a token", "bits_per_byte": "bits per byte"}).items():
         lines = smoothed("training", *run.series("train", name))
         steps, values = run.series("eval", name)
         if steps.size:

@@ -2,95 +2,24 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, TypeAlias, cast
 
 from forge_mlx.data.batch import Batch
-from forge_mlx.kernels.linear_cross_entropy import gradients_in_forward, linear_cross_entropy
+from forge_mlx.kernels.linear_cross_entropy import gradients_in_forward
 from forge_mlx.kernels.reductions import sum_squares
 from forge_mlx.models.moe import MoE
-from forge_mlx.nn.losses import cross_entropy
-from forge_mlx.nn.parameters import named_arrays
+from forge_mlx.nn.log_probs import HasHead
+from forge_mlx.nn.parameters import cast_floats, named_arrays
 from forge_mlx.nn.routing_record import RoutingRecord, routing_records
 from forge_mlx.optim import GroupedOptimizer
+from forge_mlx.train.objective import Arrays, Measures, NextToken, Objective, batch_arrays
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map, tree_unflatten
 
 Tree = dict[str, Any]
-Arrays: TypeAlias = tuple[mx.array, mx.array, mx.array | None, mx.array | None, mx.array | None]
-Recorded: TypeAlias = tuple[mx.array, list[RoutingRecord]]
-"""The summed loss, and a record for each MoE layer."""
-
-
-class _Config(Protocol):
-    logit_softcap: float | None
-
-
-@runtime_checkable
-class HasHead(Protocol):
-    """A model whose logits are softcap(hidden(tokens) @ head_weight.T).
-
-    A model whose ``head_weight`` is made from a parameter, as a fake-quantised one, also has ``head_name``: the name of
-    the module whose ``weight`` that is.
-    """
-
-    config: _Config
-
-    def hidden(
-        self, tokens: mx.array, *, segment_ids: mx.array | None = None, positions: mx.array | None = None
-    ) -> mx.array:
-        """Map ``[B, T]`` to ``[B, T, C]``."""
-
-    @property
-    def head_weight(self) -> mx.array:
-        """``[V, C]``."""
-
-
-def batch_arrays(batch: Batch) -> Arrays:
-    """The arrays of a batch, in its order, as MLX's; what there is not stays None."""
-    inputs, targets, *others = (None if each is None else mx.array(each) for each in batch)
-    assert inputs is not None
-    assert targets is not None
-    weights, segment_ids, positions = others
-    return inputs, targets, weights, segment_ids, positions
-
-
-def document_arguments(segment_ids: mx.array | None, positions: mx.array | None) -> dict[str, mx.array | None]:
-    """What a model is given beside tokens: nothing where a row is one text, so that any model can be trained on it."""
-    return {} if segment_ids is None else {"segment_ids": segment_ids, "positions": positions}
-
-
-def summed_loss(
-    model: nn.Module,
-    inputs: mx.array,
-    targets: mx.array,
-    weights: mx.array | None = None,
-    segment_ids: mx.array | None = None,
-    positions: mx.array | None = None,
-) -> mx.array:
-    """Sum over the targets of ``-weight ln p(target)``, in nats.
-
-    The logits of a model that has ``hidden`` and ``head_weight`` are computed and dropped chunk by chunk.
-
-    Args:
-        model: maps tokens ``[B, T]`` to logits ``[B, T, V]``; with segment ids it is given these and positions too.
-        inputs: int32 ``[B, T]``.
-        targets: int32 ``[B, T]``.
-        weights: float32 ``[B, T]``; None: all targets count once.
-        segment_ids: int32 ``[B, T]``, or None.
-        positions: int32 ``[B, T]``, or None.
-    """
-    documents = document_arguments(segment_ids, positions)
-    if not isinstance(model, HasHead):
-        return cross_entropy(model(inputs, **documents), targets, weights=weights, reduction="sum")
-    return linear_cross_entropy(
-        model.hidden(inputs, **documents),
-        model.head_weight,
-        targets,
-        softcap=model.config.logit_softcap,
-        weights=weights,
-        reduction="sum",
-    )
+Recorded: TypeAlias = tuple[mx.array, list[RoutingRecord], Measures]
+"""The summed loss, a record for each MoE layer, and what the objective measures beside the loss."""
 
 
 def _trains_head(model: nn.Module) -> bool:
@@ -99,7 +28,7 @@ def _trains_head(model: nn.Module) -> bool:
         return False
     trainable = named_arrays(model.trainable_parameters())
     if (owner := getattr(model, "head_name", None)) is not None:
-        return any(name == f"{owner}.weight" for name, _ in trainable)
+        return any(name.startswith(f"{owner}.") for name, _ in trainable)
     weight = model.head_weight
     return any(array is weight for _, array in trainable)
 
@@ -116,13 +45,7 @@ def frozen_parameters(model: nn.Module) -> Tree:
 
 def _sum(first: Recorded, second: Recorded) -> Recorded:
     records = [RoutingRecord(*map(mx.add, *pair)) for pair in zip(first[1], second[1], strict=True)]
-    return first[0] + second[0], records
-
-
-def cast_floats(tree: Tree, dtype: mx.Dtype) -> Tree:
-    """The tree with its floating arrays in another dtype."""
-    cast: Tree = tree_map(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, tree)
-    return cast
+    return first[0] + second[0], records, {name: first[2][name] + array for name, array in second[2].items()}
 
 
 def global_norm(tree: Tree) -> mx.array:
@@ -133,27 +56,38 @@ def global_norm(tree: Tree) -> mx.array:
 class TrainStep:
     """Gradients and updates of one model, compiled once for one batch shape.
 
-    The weights are float32; the forward and backward pass run in ``dtype``. The gradient of an update is that of
-    the mean over all its targets that count, however many passes they came in. A model with routing penalties (MoE)
-    adds them to what is differentiated, each pass's in proportion to its targets; the loss that is reported is the
-    cross entropy alone.
+    Trainable weights are float32; the forward and backward pass run in ``dtype``. Frozen ones stay what they are. The
+    gradient of an update is that of the mean over all its units that count, targets or pairs, however many passes they
+    came in. A model with routing penalties (MoE) adds them to what is differentiated, each pass's in proportion to its
+    units; the loss that is reported is the objective's alone.
 
     Args:
         model: maps tokens ``[B, T]`` to logits ``[B, T, V]``; its weights are read and written by ``update``.
         optimizer: initialised here on the model's trainable parameters.
         dtype: of the forward and backward pass.
         clip_norm: largest global norm of the gradient, or None.
+        objective: what is minimised.
 
     Attributes:
         routing: what the MoE layers recorded in the last call of ``gradients``, summed over its passes; empty for a
             model without such layers.
+        measures: what the objective summed beside the loss in the last call of ``gradients``.
     """
 
-    def __init__(self, model: nn.Module, optimizer: GroupedOptimizer, dtype: mx.Dtype, clip_norm: float | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: GroupedOptimizer,
+        dtype: mx.Dtype,
+        clip_norm: float | None,
+        objective: Objective | None = None,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.dtype = dtype
+        self.objective: Objective = NextToken() if objective is None else objective
         self.routing: list[RoutingRecord] = []
+        self.measures: dict[str, float] = {}
         optimizer.init(model.trainable_parameters())
         mx.eval(model.parameters(), optimizer.state)
         self._clip_norm = clip_norm
@@ -161,7 +95,7 @@ class TrainStep:
 
     def recompile(self) -> None:
         """Trace the model anew with the next call, as after a change that is not in its parameters."""
-        model, optimizer, dtype = self.model, self.optimizer, self.dtype
+        model, optimizer, dtype, objective = self.model, self.optimizer, self.dtype, self.objective
         random_state = mx.random.state
         trains_head = _trains_head(model)
 
@@ -170,10 +104,10 @@ class TrainStep:
             model.update(cast_floats(params, dtype))
             # Every loss here is differentiated: its logits need not be computed twice.
             with gradients_in_forward(weight=trains_head), routing_records() as records:
-                loss = summed_loss(model, *arrays)
+                loss, measures = objective(model, arrays)
             if not isinstance(model, MoE):
-                return loss, (loss, records)
-            return loss + count * model.routing_penalty(records), (loss, records)
+                return loss, (loss, records, measures)
+            return loss + count * model.routing_penalty(records), (loss, records, measures)
 
         @partial(mx.compile, inputs=random_state, outputs=random_state)
         def first_pass(params: Tree, frozen: Tree, arrays: Arrays, count: mx.array) -> tuple[Recorded, Tree]:
@@ -198,32 +132,32 @@ class TrainStep:
         self._first_pass, self._next_pass, self._finish, self._apply = first_pass, next_pass, finish, apply
 
     def gradients(self, batches: Iterable[Batch], seed: int) -> tuple[float, float, Tree, int]:
-        """Mean loss, gradient norm, summed gradients and number of targets of some batches.
+        """Mean loss, gradient norm, summed gradients and number of units of some batches.
 
         Nothing of the model or the optimizer changes, so that the caller can look at the numbers first.
 
         Args:
-            batches: rows of tokens, at least one target that counts in all.
+            batches: rows of tokens, at least one unit that counts in all.
             seed: of MLX's random generator (dropout): a function of run and step, so that a resumed run draws
                 what an unbroken one would have drawn.
 
         Returns:
-            the loss in nats a token, the global norm of its gradient before clipping, the gradients *summed* over
-            targets, and the number of targets that count.
+            the loss in nats a unit, the global norm of its gradient before clipping, the gradients *summed* over
+            units, and the number of units that count.
         """
         mx.random.seed(seed)
         params, frozen = self.model.trainable_parameters(), frozen_parameters(self.model)
         count = 0
-        recorded: Recorded = (mx.array(0.0), [])
+        recorded: Recorded = (mx.array(0.0), [], {})
         grads: Tree = {}
         try:
             for index, batch in enumerate(batches):
-                arrays, size = batch_arrays(batch), batch.counted_targets().size
-                targets = mx.array(float(size))
+                arrays, size = batch_arrays(batch), self.objective.count(batch)
+                units = mx.array(float(size))
                 recorded, grads = (
-                    self._next_pass(params, frozen, arrays, targets, recorded, grads)
+                    self._next_pass(params, frozen, arrays, units, recorded, grads)
                     if index
-                    else self._first_pass(params, frozen, arrays, targets)
+                    else self._first_pass(params, frozen, arrays, units)
                 )
                 count += size
                 # One pass at a time: otherwise the activations of all passes would be alive together.
@@ -232,9 +166,10 @@ class TrainStep:
             # Tracing leaves placeholders in the model; put the weights back.
             self.model.update(params)
             self.model.update(frozen)
-        loss, records = recorded
+        loss, records, measures = recorded
         # Compiling makes plain tuples of them.
         self.routing = [RoutingRecord(*record) for record in records]
+        self.measures = {name: float(array) for name, array in measures.items()}
         mean, norm = self._finish(loss, grads, mx.array(float(count)))
         return float(mean), float(norm), grads, count
 
@@ -247,25 +182,34 @@ class TrainStep:
         mx.eval(params, self.optimizer.state)
 
 
-def make_evaluator(model: nn.Module, dtype: mx.Dtype) -> Callable[[Tree, Batch], mx.array]:
-    """A compiled function ``(params, batch) -> summed loss`` in evaluation mode."""
+def make_evaluator(
+    model: nn.Module, dtype: mx.Dtype, objective: Objective | None = None
+) -> Callable[[Tree, Batch], tuple[mx.array, Measures]]:
+    """A compiled function ``(params, batch) -> summed loss, measures`` in evaluation mode.
+
+    Args:
+        model: the model.
+        dtype: of the forward pass.
+        objective: whose loss; None: the next token's.
+    """
+    chosen: Objective = NextToken() if objective is None else objective
 
     @mx.compile
-    def evaluate(params: Tree, frozen: Tree, arrays: Arrays) -> mx.array:
+    def evaluate(params: Tree, frozen: Tree, arrays: Arrays) -> tuple[mx.array, Measures]:
         model.update(frozen)
         model.update(cast_floats(params, dtype))
-        return summed_loss(model, *arrays)
+        return chosen(model, arrays)
 
-    def run(params: Tree, batch: Batch) -> mx.array:
+    def run(params: Tree, batch: Batch) -> tuple[mx.array, Measures]:
         frozen = frozen_parameters(model)
         model.eval()
         try:
-            loss = evaluate(params, frozen, batch_arrays(batch))
-            mx.eval(loss)
+            found = evaluate(params, frozen, batch_arrays(batch))
+            mx.eval(found)
         finally:
             model.update(params)
             model.update(frozen)
             model.train()
-        return loss
+        return found
 
     return run

@@ -1,20 +1,16 @@
 """One run in memory: model, optimizer and data position; a step, an evaluation, a sample, a checkpoint."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 import math
 from pathlib import Path
 import time
 from typing import Any
 
 from forge_mlx.data.batch import Batch
-from forge_mlx.data.prepare import PreparedData
-from forge_mlx.data.stream import BatchStream, eval_batches, training_rows, validation_rows
-from forge_mlx.hub.native import save_model
-from forge_mlx.models.gpt import GPT
+from forge_mlx.data.preference_rows import PreferenceRows
+from forge_mlx.data.stream import BatchStream, eval_batches
 from forge_mlx.models.moe import MoE
-from forge_mlx.models.qat import fake_quant_enabled, prepare_qat, set_fake_quant
-from forge_mlx.models.registry import build_model
-from forge_mlx.nn.parameters import named_arrays
+from forge_mlx.models.qat import fake_quant_enabled, set_fake_quant
 from forge_mlx.optim import build_optimizer, learning_rate_factor
 from forge_mlx.sampling import Sampler, generate_tokens
 from forge_mlx.train.checkpoint import (
@@ -25,65 +21,32 @@ from forge_mlx.train.checkpoint import (
     remove_unfinished,
     save_checkpoint,
 )
-from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.deploy import deployed_model, summed_logits_loss
 from forge_mlx.train.device import Placement
+from forge_mlx.train.final import write_final
 from forge_mlx.train.folder import RunFolder
+from forge_mlx.train.kept_weights import kept_weights, put_back
 from forge_mlx.train.nonfinite import describe_nonfinite, nonfinite_arrays
+from forge_mlx.train.objective import NextToken, Objective
 from forge_mlx.train.outcome import NonFiniteLoss, TrainingStopped
-from forge_mlx.train.routing_log import RoutingWindow
+from forge_mlx.train.preference import PairPreference, with_reference
+from forge_mlx.train.prompts import Prompt
 from forge_mlx.train.step import TrainStep, make_evaluator
-
-# A sample without a prompt starts behind an end token, as documents do. With few documents the model hardly ever saw
-# what follows one, so the sample continues the start of the validation text instead.
-_DOCUMENTS_TO_LEARN_STARTS = 100
-_BORROWED_TOKENS = 16
-
-
-@dataclass
-class Window:
-    """Sums since the last training record.
-
-    Attributes:
-        nats: loss, summed over tokens.
-        seconds: time in training steps, that of evaluations and checkpoints not counted.
-        tokens: target tokens.
-        bytes: UTF-8 bytes of their text.
-        routing: what the routers of an MoE model did.
-    """
-
-    nats: float = 0.0
-    seconds: float = 0.0
-    tokens: int = 0
-    bytes: int = 0
-    routing: RoutingWindow = field(default_factory=RoutingWindow)
-
-    @classmethod
-    def of_state(cls, state: dict[str, Any]) -> "Window":
-        """A window that a checkpoint has kept as dictionaries."""
-        return cls(**state | {"routing": RoutingWindow(**state.get("routing", {}))})
-
-    @property
-    def loss(self) -> float:
-        """Mean loss, nats a token."""
-        return self.nats / self.tokens
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Mean loss in bits a byte of text."""
-        return _bits_per_byte(self.nats, self.bytes)
+from forge_mlx.train.window import Window
+from forge_mlx.train.work import Work
 
 
 class Trainer:
     """One run in memory: model, optimizer, data position, and where they are written.
 
     Args:
-        config: the resolved config: device, dtype and vocabulary size are filled in.
+        work: what is trained, and on what.
         placement: device and dtype.
-        data: tokenizer and token files.
         folder: the run's folder, locked by the caller.
 
     Attributes:
+        config: the resolved config: device, dtype and vocabulary size are filled in.
+        model: what is trained.
         rows: the training text as rows.
         valid_rows: the validation text as rows.
         step: updates done.
@@ -93,21 +56,20 @@ class Trainer:
         fake_quant: whether the forward pass sees quantised weights now.
 
     Raises:
-        ValueError: the data is shorter than a batch, or the sample's prompt leaves no room for a sample.
+        ValueError: the data is shorter than a batch.
     """
 
-    def __init__(self, config: TrainConfig, placement: Placement, data: PreparedData, folder: RunFolder) -> None:
-        self.config, self.placement, self.data, self.folder = config, placement, data, folder
-        loop = config.train
-        # What only the first evaluation or sample would find out ends a run before it begins.
-        self.rows = training_rows(data.train, loop.seq_len, config.data.packing)
-        self.stream = BatchStream(self.rows, loop.batch_size, config.run.seed)
-        self.valid_rows = validation_rows(data.valid, loop.seq_len, config.data.packing)
-        self._prompt = self._checked_prompt()
-        self.model = self._built()
-        optimizer = build_optimizer(config.optim)
-        self.step_function = TrainStep(self.model, optimizer, placement.dtype, config.optim.clip_norm)
-        self.evaluate_batch = make_evaluator(self.model, placement.dtype)
+    def __init__(self, work: Work, placement: Placement, folder: RunFolder) -> None:
+        self.work, self.config, self.placement, self.folder = work, work.config, placement, folder
+        self.model, self.tokenizer = work.model, work.tokenizer
+        self.rows, self.valid_rows = work.rows, work.valid_rows
+        self.objective = self._objective()
+        self.stream = BatchStream(self.rows, self.config.train.batch_size, self.config.run.seed)
+        optimizer = build_optimizer(self.config.optim)
+        self.step_function = TrainStep(
+            self.model, optimizer, placement.dtype, self.config.optim.clip_norm, self.objective
+        )
+        self.evaluate_batch = make_evaluator(self.model, placement.dtype, self.objective)
         self.fake_quant = False
         self.step = self.tokens = 0
         self.window = Window()
@@ -116,13 +78,14 @@ class Trainer:
 
     @property
     def fill(self) -> float:
-        """Share of the positions of rows that are targets; the rest is padding."""
-        return self.rows.num_targets / (self.rows.num_rows * self.rows.seq_len)
+        """Share of the positions of rows that are targets; the rest is what is only read, and padding."""
+        return self.rows.num_targets / (self.rows.num_rows * self.rows.group_size * self.rows.seq_len)
 
     @property
     def tokens_per_step(self) -> int:
         """Targets of one update, on average."""
-        return round(self.config.tokens_per_step * self.fill)
+        positions = self.config.train.batch_size * self.rows.group_size * self.rows.seq_len
+        return round(positions * self.config.train.accumulate * self.fill)
 
     @property
     def seconds(self) -> float:
@@ -142,7 +105,7 @@ class Trainer:
                 "since. Bring the old text back."
             )
         self.stream.load_state_dict(state.data)
-        self.model.load_weights(list(checkpoint.weights.items()), strict=True)
+        put_back(self.config, self.model, checkpoint.weights)
         self.step_function.optimizer.load_flat_state(checkpoint.optimizer)
         self.step, self.tokens, self.window = state.step, state.tokens, Window.of_state(state.window)
         self._seconds_before, self._started = state.seconds, time.perf_counter()
@@ -157,7 +120,7 @@ class Trainer:
             NonFiniteLoss: a weight or a moment is not finite: what cannot be gone on from replaces no checkpoint.
             TrainingStopped: it cannot be written, as when the disk is full.
         """
-        weights = dict(named_arrays(self.model.parameters()))
+        weights = kept_weights(self.config, self.model)
         moments = self.step_function.optimizer.flat_state()
         if bad := nonfinite_arrays(weights) or nonfinite_arrays(moments):
             raise NonFiniteLoss(
@@ -195,11 +158,12 @@ class Trainer:
         if isinstance(self.model, MoE):
             self.model.balance([record.load for record in self.step_function.routing])
             self.window.routing.add(self.step_function.routing, self.model.config.experts_per_token)
+        tokens = sum(batch.counted_targets().size for batch in batches)
+        num_bytes = sum(self._num_bytes(batch) for batch in batches)
         self.step += 1
-        self.tokens += count
-        self.window.nats += loss * count
-        self.window.tokens += count
-        self.window.bytes += sum(self._num_bytes(batch) for batch in batches)
+        self.tokens += tokens
+        pairs = count if self.objective.unit == "pair" else 0
+        self.window.add(loss * count, tokens, num_bytes, pairs, self.step_function.measures)
         self.window.seconds += time.perf_counter() - began
         return norm, factor * optim.lr
 
@@ -217,41 +181,48 @@ class Trainer:
         self.fake_quant = wanted
         set_fake_quant(self.model, wanted)
         self.step_function.recompile()
-        self.evaluate_batch = make_evaluator(self.model, self.placement.dtype)
+        self.evaluate_batch = make_evaluator(self.model, self.placement.dtype, self.objective)
         return f"fake quantisation {'begins' if wanted else 'ends'} after step {self.step}"
 
     def evaluate(self, max_tokens: int | None) -> dict[str, float]:
-        """Validation loss (nats a token), bits per byte and the number of targets, over fixed rows."""
+        """Validation loss (nats a token, or a pair), what is measured beside it, and the number of targets.
+
+        Bits per byte are there where the loss is a text's.
+
+        Args:
+            max_tokens: about how many targets to evaluate, in fixed rows; None: all.
+        """
         loop = self.config.train
         params = self.model.trainable_parameters()
-        nats, tokens, num_bytes = 0.0, 0, 0
+        sums = Window()
         for batch in eval_batches(self.valid_rows, loop.batch_size, max_tokens):
-            nats += float(self.evaluate_batch(params, batch))
-            tokens += batch.counted_targets().size
-            num_bytes += self._num_bytes(batch)
-        return {
-            "loss": nats / tokens,
-            "bits_per_byte": _bits_per_byte(nats, num_bytes),
-            "tokens": tokens,
-        }
+            nats, measures = self.evaluate_batch(params, batch)
+            count = self.objective.count(batch)
+            found = {name: float(array) for name, array in measures.items()}
+            pairs = count if self.objective.unit == "pair" else 0
+            sums.add(float(nats), batch.counted_targets().size, self._num_bytes(batch), pairs, found)
+        return {"loss": sums.loss, **self.measured(sums), "tokens": sums.tokens}
 
-    @property
-    def prompt_text(self) -> str:
-        """What samples continue: the config's prompt, or what stands in for it."""
-        # The end token decodes to nothing.
-        return self.data.tokenizer.decode(self._prompt)
+    def measured(self, sums: Window) -> dict[str, float]:
+        """What a record says beside the loss: bits per byte of text, or the measures of pairs."""
+        if (bits := sums.bits_per_byte) is not None:
+            return {"bits_per_byte": bits, **self.objective.means(sums.measures, sums.count)}
+        return {"pairs": sums.pairs, **self.objective.means(sums.measures, sums.count)}
 
-    def sample(self) -> str:
-        """A text by the model as it is now, without its prompt."""
-        loop, tokenizer = self.config.train, self.data.tokenizer
+    def samples(self) -> list[tuple[Prompt, str]]:
+        """For each prompt a text by the model as it is now, without the prompt."""
+        return [(prompt, self._sample(prompt)) for prompt in self.work.prompts]
+
+    def _sample(self, prompt: Prompt) -> str:
+        loop = self.config.train
         sampler = Sampler(temperature=loop.sample_temperature, top_p=0.95)
-        most = min(loop.sample_tokens, self.config.model.max_seq_len - len(self._prompt))
+        most = min(loop.sample_tokens, self.model.config.max_seq_len - len(prompt.tokens))
         self.model.eval()
         try:
             tokens = generate_tokens(
-                self.model, self._prompt, sampler, most, stop=tokenizer.end_id, seed=self.config.run.seed
+                self.model, prompt.tokens, sampler, most, stop=self.tokenizer.stop_ids, seed=self.config.run.seed
             )
-            return tokenizer.decode(list(tokens))
+            return self.tokenizer.decode(list(tokens))
         finally:
             self.model.train()
 
@@ -268,7 +239,7 @@ class Trainer:
         loop = self.config.train
         batch = next(iter(eval_batches(self.valid_rows, loop.batch_size, loop.batch_size * loop.seq_len)))
         tokens = batch.counted_targets().size
-        trained = float(self.evaluate_batch(self.model.trainable_parameters(), batch))
+        trained = float(self.evaluate_batch(self.model.trainable_parameters(), batch)[0])
         deployed = summed_logits_loss(deployed_model(self.config, self.model, self.placement.dtype), batch)
         return {"loss": deployed / tokens, "trained_loss": trained / tokens, "tokens": tokens}
 
@@ -282,50 +253,24 @@ class Trainer:
         try:
             remove_unfinished(self.folder.path)
             temporary.mkdir()
-            model = self.model
-            if self.fake_quant:
-                model = deployed_model(self.config, model, self.placement.dtype)
-            save_model(temporary, model, self.data.tokenizer, texts_begin_with_end=self._end_first)
+            write_final(temporary, self.work, self.placement.dtype, quantised=self.fake_quant)
             install_folder(temporary, self.folder.final)
         except (OSError, RuntimeError) as error:
             raise TrainingStopped(f"the final model could not be written: {error}.") from error
 
-    def _built(self) -> GPT:
-        """The model, float at first."""
-        model = build_model(self.config.model, seed=self.config.run.seed)
-        if self.config.qat is not None:
-            set_fake_quant(prepare_qat(model, self.config.qat), False)
-        return model
+    def _objective(self) -> Objective:
+        """What is minimised; pairs get the log-probabilities of the model as it is now, the reference."""
+        if not self.config.trains_pairs:
+            return NextToken()
+        objective = PairPreference(self.config.preference)
+        if objective.needs_reference:
+            dtype, size = self.placement.dtype, self.config.train.batch_size
+            assert isinstance(self.rows, PreferenceRows)
+            assert isinstance(self.valid_rows, PreferenceRows)
+            self.rows = with_reference(self.rows, self.model, dtype, size)
+            self.valid_rows = with_reference(self.valid_rows, self.model, dtype, size)
+        return objective
 
     def _num_bytes(self, batch: Batch) -> int:
         """UTF-8 bytes of the targets that count."""
-        return int(self.data.tokenizer.token_bytes[batch.counted_targets()].sum())
-
-    @property
-    def _end_first(self) -> bool:
-        """Whether every text of training begins behind an end token."""
-        return self.config.data.packing == "documents"
-
-    def _checked_prompt(self) -> list[int]:
-        """What a sample continues, as tokens."""
-        tokenizer, limit = self.data.tokenizer, self.config.model.max_seq_len
-        first = [tokenizer.end_id] if self._end_first else []
-        prompt = tokenizer.encode(self.config.train.sample_prompt)
-        if prompt and len(first) + len(prompt) >= limit:
-            raise ValueError(
-                f"train.sample_prompt must be shorter than model.max_seq_len, {limit} tokens, but has "
-                f"{len(first) + len(prompt)}{' with the end token before it' if first else ''}. Shorten it."
-            )
-        if prompt:
-            return first + prompt
-        if self.data.facts.train_documents >= _DOCUMENTS_TO_LEARN_STARTS:
-            return [tokenizer.end_id]
-        room = max(0, limit - 1 - len(first))
-        borrowed = [int(token) for token in self.data.valid.tokens[: min(_BORROWED_TOKENS, room)]]
-        if first and tokenizer.end_id in borrowed:
-            borrowed = borrowed[: borrowed.index(tokenizer.end_id)]
-        return first + borrowed
-
-
-def _bits_per_byte(nats: float, num_bytes: int) -> float:
-    return nats / math.log(2) / max(num_bytes, 1)
+        return int(self.tokenizer.token_bytes[batch.counted_targets()].sum())

@@ -99,7 +99,7 @@ def validation_loss(folder: Path, how: Format) -> float:
     evaluate = make_evaluator(model, DTYPES[config.run.dtype])
     nats, tokens = 0.0, 0
     for batch in eval_batches(rows, config.train.batch_size, config.train.final_eval_tokens):
-        nats += float(evaluate(model.trainable_parameters(), batch))
+        nats += float(evaluate(model.trainable_parameters(), batch)[0])
         tokens += batch.counted_targets().size
     return nats / tokens
 

@@ -4,7 +4,8 @@ import itertools
 import json
 
 from forge_mlx.data import BatchStream, eval_batches, training_rows, validation_rows
-from forge_mlx.data.documents import DocumentRows, pack
+from forge_mlx.data.documents import DocumentRows
+from forge_mlx.data.piece_rows import pack
 import numpy as np
 import pytest
 from token_files import END, document_file, token_file
@@ -27,13 +28,14 @@ def stream_of(tokens, batch_size=2, seq_len=SEQ_LEN, seed=3):
 
 def take(stream, count):
     """The fields of some batches, stacked: int32 or float32 `[count * batch_size, seq_len]` each."""
-    return [np.concatenate(each) for each in zip(*itertools.islice(stream, count), strict=True)]
+    batches = [batch[:5] for batch in itertools.islice(stream, count)]
+    return [np.concatenate(each) for each in zip(*batches, strict=True)]
 
 
 def segments(batch):
     """The inputs, targets and positions of each segment, row by row; checks all that a row promises."""
-    inputs, targets, weights, ids, positions = batch
-    assert [each.dtype for each in batch] == [np.int32, np.int32, np.float32, np.int32, np.int32]
+    inputs, targets, weights, ids, positions, *_ = batch
+    assert [each.dtype for each in batch[:5]] == [np.int32, np.int32, np.float32, np.int32, np.int32]
     assert ((ids >= 0) == (weights == 1)).all()
     for padding in (inputs, targets, weights, positions):
         assert (padding[ids < 0] == 0).all()

@@ -3,8 +3,8 @@
 import importlib
 
 from forge_mlx.data.tokenizer import Tokenizer
-from forge_mlx.hub.llama import export_llama
 from forge_mlx.hub.native import load_model, save_model
+from forge_mlx.hub.save import save_pretrained
 from forge_mlx.models.gpt import GPTConfig
 from forge_mlx.models.moe import MoEConfig
 from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
@@ -120,7 +120,7 @@ def assert_same_tokens(mlx_lm, model, tokenizer, folder):
     their_tokenizer.eos_token_ids = []
     seen = set()
     for prompt in PROMPTS:
-        expected = list(generate_tokens(model, tokenizer.encode(prompt), Sampler(0), 50, stop=-1))
+        expected = list(generate_tokens(model, tokenizer.encode(prompt), Sampler(0), 50, stop=frozenset()))
         found = list(generate(theirs, their_tokenizer, prompt, max_tokens=50))
         assert [piece.token for piece in found] == expected
         text = tokenizer.decode(expected)
@@ -135,7 +135,7 @@ def assert_same_tokens(mlx_lm, model, tokenizer, folder):
 def test_a_float_model(peers, tokenizer, tmp_path, name):
     mlx_lm, transformers = peers
     model = build(MODELS[name])
-    export_llama(tmp_path, model, tokenizer)
+    save_pretrained(tmp_path, model, tokenizer)
     theirs = assert_same_tokens(mlx_lm, model, tokenizer, tmp_path)
     assert_same_logits(model, theirs, tokenizer, in_float64(transformers, tmp_path, tokenizer))
 
@@ -156,8 +156,8 @@ def test_a_model_trained_quantised(peers, tokenizer, tmp_path, name, format_name
     model = prepare_qat(build(MODELS[name]), FORMATS[format_name])
     convert_qat(model)
     model.eval()
-    export_llama(tmp_path / "codes", model, tokenizer)
-    export_llama(tmp_path / "floats", rounded(model), tokenizer)
+    save_pretrained(tmp_path / "codes", model, tokenizer)
+    save_pretrained(tmp_path / "floats", rounded(model), tokenizer)
     theirs = assert_same_tokens(mlx_lm, model, tokenizer, tmp_path / "codes")
     assert_same_logits(model, theirs, tokenizer, in_float64(transformers, tmp_path / "floats", tokenizer))
 
@@ -168,8 +168,8 @@ def test_experts_of_which_some_are_quantised(peers, tokenizer, tmp_path, name):
     model = prepare_qat(build(MODELS[name]), QATConfig(modules=["*.experts.*"], overrides={"*.1.*.up_proj": None}))
     convert_qat(model)
     model.eval()
-    export_llama(tmp_path / "codes", model, tokenizer)
-    export_llama(tmp_path / "floats", rounded(model), tokenizer)
+    save_pretrained(tmp_path / "codes", model, tokenizer)
+    save_pretrained(tmp_path / "floats", rounded(model), tokenizer)
     theirs = assert_same_tokens(mlx_lm, model, tokenizer, tmp_path / "codes")
     assert_same_logits(model, theirs, tokenizer, in_float64(transformers, tmp_path / "floats", tokenizer))
 
@@ -177,7 +177,7 @@ def test_experts_of_which_some_are_quantised(peers, tokenizer, tmp_path, name):
 def test_a_model_that_mlx_quantised(peers, tokenizer, tmp_path):
     model = build(MODELS["llama"])
     nn.quantize(model, 64, 4)
-    export_llama(tmp_path, model, tokenizer)
+    save_pretrained(tmp_path, model, tokenizer)
     theirs = assert_same_tokens(peers[0], model, tokenizer, tmp_path)
     tokens = mx.array([tokenizer.encode(TEXT)])
     np.testing.assert_allclose(np.array(theirs(tokens)), np.array(model(tokens)), rtol=0, atol=1e-4)
@@ -192,9 +192,9 @@ def test_bfloat16(peers, tokenizer, tmp_path, quantised):
         model = convert_qat(prepare_qat(model, FORMATS["affine 4 bits"]), mx.bfloat16)
     else:
         model.update(tree_map(lambda array: array.astype(mx.bfloat16), model.parameters()))
-    assert export_llama(tmp_path / "out", model, tokenizer)["dtype"] == "bfloat16"
+    assert save_pretrained(tmp_path / "out", model, tokenizer)["dtype"] == "bfloat16"
     theirs, _ = mlx_lm.load(str(tmp_path / "out"))
-    export_llama(tmp_path / "floats", rounded(model), tokenizer)
+    save_pretrained(tmp_path / "floats", rounded(model), tokenizer)
     truth = in_float64(transformers, tmp_path / "floats", tokenizer)
     tokens = mx.array([tokenizer.encode(TEXT)])
     assert model(tokens).dtype == theirs(tokens).dtype == mx.bfloat16
@@ -208,7 +208,7 @@ def test_through_forges_own_folder(peers, tokenizer, tmp_path):
     (tmp_path / "native").mkdir()
     save_model(tmp_path / "native", model, tokenizer)
     loaded, its_tokenizer = load_model(tmp_path / "native")
-    export_llama(tmp_path / "out", loaded, its_tokenizer)
+    save_pretrained(tmp_path / "out", loaded, its_tokenizer)
     assert_same_tokens(peers[0], model, tokenizer, tmp_path / "out")
 
 
@@ -216,7 +216,7 @@ def test_through_forges_own_folder(peers, tokenizer, tmp_path):
 @pytest.mark.parametrize("end_first", [False, True], ids=["texts", "texts behind the end token"])
 def test_the_tokenizer_that_is_opened(peers, tokenizer, tmp_path, name, end_first):
     mlx_lm, transformers = peers
-    export_llama(tmp_path, build(MODELS[name]), tokenizer, texts_begin_with_end=end_first)
+    save_pretrained(tmp_path, build(MODELS[name]), tokenizer, texts_begin_with_end=end_first)
     opened = mlx_lm.load(str(tmp_path))[1]
     assert opened.eos_token_ids == {tokenizer.end_id}
     for text in (
@@ -237,6 +237,6 @@ def test_the_tokenizer_that_is_opened(peers, tokenizer, tmp_path, name, end_firs
 
 
 def test_transformers_does_not_take_codes_for_weights(peers, tokenizer, tmp_path):
-    export_llama(tmp_path, convert_qat(prepare_qat(build(MODELS["llama"]), QATConfig())), tokenizer)
+    save_pretrained(tmp_path, convert_qat(prepare_qat(build(MODELS["llama"]), QATConfig())), tokenizer)
     with pytest.raises(ValueError, match="quantization config"):
         peers[1].AutoModelForCausalLM.from_pretrained(tmp_path)

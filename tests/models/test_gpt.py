@@ -157,8 +157,13 @@ def test_parameters_of_gpt2_small_are_the_published_number():
             {**MODDED, "tie_embeddings": False, "sliding_window": 90},
             3 * (2 * (2 * 12 * 24 * 24 + 4 * 24 * 6.5) + 2 * 24 * 37),
         ),
+        # The window in one of two layers.
+        (
+            {**MODDED, "tie_embeddings": False, "sliding_window": 5, "sliding_layers": [1]},
+            3 * (2 * 2 * 12 * 24 * 24 + 4 * 24 * (50 / 12 + 6.5) + 2 * 24 * 37),
+        ),
     ],
-    ids=["gpt2", "qwen3", "modded", "window", "wide-window"],
+    ids=["gpt2", "qwen3", "modded", "window", "wide-window", "window-in-one-layer"],
 )
 def test_flops_per_token_by_hand(settings, by_hand):
     assert GPT(GPTConfig(**settings)).flops_per_token(12) == by_hand
@@ -225,6 +230,16 @@ def test_the_start_is_the_table(zero):
         assert abs(value.mean()) <= 0.1 * std
     first = parameters(model)["layers.0.self_attn.q_proj.weight"]
     assert not mx.array_equal(first, parameters(model)["layers.1.self_attn.q_proj.weight"])
+
+
+def test_an_offset_norm_starts_at_0_which_is_a_plain_one_at_1():
+    offset, plain = (GPT(GPTConfig(**QWEN3, norm_offset=on, post_norms=True)) for on in (True, False))
+    norms = {key for key in parameters(offset) if key.endswith("norm.weight")}
+    assert len(norms) == 2 * 6 + 1
+    for key, value in parameters(offset).items():
+        assert mx.array_equal(value, parameters(plain)[key] - (key in norms))
+    tokens = mx.array(some_tokens())
+    assert mx.array_equal(offset(tokens), plain(tokens))
 
 
 def test_zero_residuals_start_as_the_identity():

@@ -4,6 +4,8 @@ from forge_mlx.models.gpt import GPTConfig
 from pydantic import ValidationError
 import pytest
 
+YARN = {"kind": "yarn", "factor": 2.0, "original_max_seq_len": 64}
+
 
 def test_defaults_follow_from_the_other_fields():
     config = GPTConfig(hidden_size=256, num_heads=8)
@@ -35,6 +37,51 @@ def test_every_field_has_a_help_text():
             {"position": "none", "rope_scale": 0.5, "rope_base": 5e5},
             "rope_base and rope_scale must not be set with position: none",
         ),
+        (
+            {"position": "learned", "rope_scaling": YARN},
+            "rope_scaling must not be set with position: learned",
+        ),
+        (
+            {"position": "none", "rope_local_base": 5e5, "sliding_window": 4, "sliding_layers": [0]},
+            "rope_local_base must not be set with position: none",
+        ),
+        ({"rope_scaling": YARN, "rope_scale": 0.5}, "rope_scale must be 1 with rope_scaling, .* but got 0.5"),
+        ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "original_max_seq_len"),
+        ({"rope_scaling": {**YARN, "kind": "ntk"}}, "rope_scaling.kind"),
+        ({"rope_scaling": {**YARN, "factor": 0.5}}, "rope_scaling.factor"),
+        ({"rope_scaling": {**YARN, "fast": 1.0}}, "rope_scaling.fast"),
+        (
+            {"rope_scaling": {**YARN, "low_freq_factor": 2.0, "high_freq_factor": 3.0}},
+            "low_freq_factor and high_freq_factor must not be set with kind: yarn",
+        ),
+        (
+            {"rope_scaling": {**YARN, "kind": "llama3", "attention_factor": 1.5}},
+            "attention_factor must not be set with kind: llama3",
+        ),
+        (
+            {"rope_scaling": {**YARN, "kind": "llama3", "low_freq_factor": 4.0}},
+            "high_freq_factor must be greater than low_freq_factor, 4.0, but got 4.0",
+        ),
+        ({"rope_scaling": {**YARN, "beta_fast": 0.5}}, "beta_fast must be greater than beta_slow, 1.0, but got 0.5"),
+        ({"sliding_layers": [0]}, r"sliding_layers must be null without sliding_window but got \[0\]"),
+        ({"sliding_window": 4, "sliding_layers": []}, "sliding_layers"),
+        ({"sliding_window": 4, "sliding_layers": [-1]}, "sliding_layers"),
+        ({"sliding_window": 4, "sliding_layers": [3, 4]}, "sliding_layers must be less than num_layers, 4, but got 4"),
+        (
+            {"sliding_window": 4, "sliding_layers": [1, 2, 1]},
+            "sliding_layers must name each layer once but got 1 twice",
+        ),
+        (
+            {"sliding_window": 4, "rope_local_base": 1e4},
+            "rope_local_base must be null without sliding_layers but got 10000.0",
+        ),
+        ({"attention_scale": 0.0}, "attention_scale"),
+        ({"attention_bias": "q"}, "attention_bias"),
+        ({"mlp_bias": "qkv"}, "mlp_bias"),
+        ({"embedding_scale": 0.0}, "embedding_scale"),
+        ({"norm_offset": True, "norm": "layer_norm"}, "norm_offset must be false with norm: layer_norm but got true"),
+        ({"norm_offset": True, "norm_weight": False}, "norm_offset must be false with norm_weight: false but got true"),
+        ({"post_norms": 1}, "post_norms"),
         ({"hiden_size": 3}, "hiden_size"),
         ({"arch": "gtp"}, "arch"),
         ({"norm": "rmsnorm"}, "norm"),
@@ -77,6 +124,29 @@ def test_every_field_has_a_help_text():
 def test_refused(settings, message):
     with pytest.raises(ValidationError, match=message):
         GPTConfig(**settings)
+
+
+def test_a_window_holds_for_its_layers():
+    config = GPTConfig(num_layers=3, sliding_window=7, sliding_layers=[0, 2])
+    assert [config.window_of(layer) for layer in range(3)] == [7, None, 7]
+    assert [GPTConfig(num_layers=2, sliding_window=7).window_of(layer) for layer in range(2)] == [7, 7]
+    assert GPTConfig().window_of(0) is None
+
+
+def test_biases_and_scale_follow_from_the_other_fields():
+    assert (GPTConfig(bias=True).projection_bias, GPTConfig(bias=True).feed_forward_bias) == (True, True)
+    qwen2 = GPTConfig(attention_bias="qkv")
+    assert (qwen2.projection_bias, qwen2.feed_forward_bias, qwen2.score_scale) == ("qkv", False, 64**-0.5)
+    other = GPTConfig(bias=True, attention_bias=False, mlp_bias=False, attention_scale=0.5)
+    assert (other.projection_bias, other.feed_forward_bias, other.score_scale) == (False, False, 0.5)
+
+
+def test_a_dumped_config_loads_again():
+    config = GPTConfig(
+        sliding_window=7, sliding_layers=[1], rope_local_base=1e4, rope_scaling=YARN, attention_bias="qkv"
+    )
+    assert GPTConfig.model_validate(config.model_dump()) == config
+    assert GPTConfig.model_validate_json(config.model_dump_json()) == config
 
 
 def test_plain_attention_takes_large_heads():

@@ -61,6 +61,13 @@ def close(got, want, rtol=1e-5):
         ({"attention_softcap": 3.0}, "attention_softcap must be left out with kv_lora_rank"),
         ({"attention_sinks": True}, "attention_sinks must be left out with kv_lora_rank"),
         ({"bias": True}, "bias must be left out with kv_lora_rank"),
+        ({"attention_bias": "qkv"}, "attention_bias must be left out with kv_lora_rank"),
+        ({"attention_scale": 0.5}, "attention_scale must be left out with kv_lora_rank"),
+        ({"norm_offset": True}, "norm_offset must be left out with kv_lora_rank"),
+        (
+            {"rope_scaling": {"kind": "yarn", "factor": 2.0, "original_max_seq_len": 64}},
+            "rope_scaling must be left out with kv_lora_rank",
+        ),
         ({"position": "learned"}, "position must be rope with kv_lora_rank but got learned"),
     ],
     ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",

@@ -214,6 +214,36 @@ def test_greedy_tokens_are_the_same_with_a_cache(name):
     assert mx.array_equal(mx.concatenate(out, axis=1), want)
 
 
+GEMMA = {
+    **{"num_kv_heads": 2, "sliding_window": 3, "sliding_layers": [1], "rope_local_base": 50.0, "rope_scale": 0.5},
+    **{"attention_scale": 0.5, "attention_bias": "qkv", "attention_softcap": 2.0, "embedding_scale": 3.0},
+    **{"norm_offset": True, "post_norms": True, "mlp": "geglu_tanh", "qk_norm": True, "intermediate_size": 12},
+}
+
+
+def test_a_mixture_of_one_expert_many_times_is_the_dense_model():
+    """All that the decoders share, which is proved of a GPT, holds for an MoE."""
+    settings = {**SHAPE, **GEMMA}
+    moe = build(settings, num_experts=4)
+    del settings["num_experts"]
+    dense = GPT(GPTConfig(**settings))
+    weights = dict(tree_flatten(moe.parameters()))
+    for name, array in list(weights.items()):
+        if ".experts." in name:
+            weights[name] = mx.broadcast_to(array[:1], array.shape)
+            weights[name.replace(".experts", "")] = array[0]
+    moe.load_weights([(name, weights[name]) for name, _ in tree_flatten(moe.parameters())])
+    dense.load_weights([(name, weights[name]) for name, _ in tree_flatten(dense.parameters())])
+    tokens = mx.array(some_tokens())
+    close(moe(tokens), np.array(dense(tokens)), 1e-5)
+    cache = moe.make_cache()
+    parts = [moe(tokens[:, a:b], cache) for a, b in ((0, 4), (4, 5), (5, 9))]
+    close(mx.concatenate(parts, axis=1), np.array(dense(tokens)), 1e-5)
+    routers = 6 * moe.layers[0].mlp.router.weight.size * len(moe.layers)
+    chosen = (moe.config.experts_per_token - 1) * 6 * 3 * 12 * moe.config.hidden_size * len(moe.layers)
+    assert moe.flops_per_token(9) == dense.flops_per_token(9) + routers + chosen
+
+
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
 def test_a_document_gives_what_it_gives_alone(name):
     model = build(FAMILIES[name])

@@ -53,6 +53,7 @@ def test_every_field_has_a_help_text():
         ({"aux_loss_weight": -1.0}, "aux_loss_weight"),
         ({"router_z_loss_weight": -1.0}, "router_z_loss_weight"),
         ({"bias": True}, "bias must be false with arch: moe but got true"),
+        ({"mlp_bias": True}, "mlp_bias must be false with arch: moe but got true"),
         (
             {"intermediate_size": 9, "expert_intermediate_size": 9},
             "intermediate_size must be null with expert_intermediate_size and no dense_layers but got 9",

@@ -2,7 +2,7 @@
 
 from forge_mlx.metal.engine import use_engine
 from forge_mlx.models.gpt import GPT, GPTConfig
-from forge_mlx.train.step import summed_loss
+from forge_mlx.train.objective import summed_loss
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 import numpy as np

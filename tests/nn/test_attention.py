@@ -173,7 +173,44 @@ def test_plain_attention_takes_heads_of_any_size(head_dim):
         assert np.abs(np.array(got) - want).max() <= 1e-5 * np.abs(want).max()
 
 
+def test_scale_and_periods_are_those_that_are_given():
+    """Twice the scale is twice the queries; the periods of a base are that base."""
+    x = some_x()
+    doubled, plain = module(scale=2 * 8**-0.5), module()
+    plain.q_proj.weight = 2 * plain.q_proj.weight
+    assert mx.allclose(doubled(x), plain(x), rtol=1e-4, atol=1e-6)
+    assert not mx.allclose(doubled(x), module()(x), rtol=1e-2)
+    periods = (500.0 ** (np.arange(4) / 4)).astype(np.float32)
+    given, of_base = module(rope_periods=periods, rope_scale=0.5), module(rope_base=500.0, rope_scale=0.5)
+    assert given.parameters().keys() == of_base.parameters().keys()
+    caches = KVCache(), KVCache()
+    for _ in range(2):
+        got, want = (np.array(each(x, cache)) for each, cache in zip((given, of_base), caches, strict=True))
+        assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+    # With gaps: attention depends on differences of positions alone.
+    positions = mx.array([[0, 3, 4, 9, 10, 20, 21, 22, 40]] * 2)
+    got, want = (np.array(each(x, positions=positions)) for each in (given, of_base))
+    assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+    assert np.abs(got - np.array(given(x))).max() > 1e-2 * np.abs(want).max()
+
+
+@pytest.mark.parametrize(("bias", "names"), [(False, ""), (True, "qkvo"), ("qkv", "qkv")])
+def test_which_projections_have_a_bias(bias, names):
+    attention = module(bias=bias)
+    assert {name for name in "qkvo" if "bias" in attention[f"{name}_proj"]} == set(names)
+
+
 WRONG = {
+    "bias": ({"bias": "kv"}, "bias must be True, False or \"qkv\" but got 'kv'"),
+    "scale": ({"scale": 0.0}, "scale must be a number greater than 0 but got 0.0"),
+    "periods": (
+        {"rope_periods": np.ones(8, np.float32)},
+        r"rope_periods must have one number for each pair of a head, 4, but got the shape \(8,\)",
+    ),
+    "periods-without-rotation": (
+        {"rope_periods": np.ones(4, np.float32), "rope_base": None},
+        "rope_periods must be left out without rotary positions but rope_base is None",
+    ),
     "head_dim=0": ({"head_dim": 0}, "head_dim must be a whole number of 1 or more but got 0"),
     "num_heads=0": ({"num_heads": 0}, "num_heads must be a whole number of 1 or more but got 0"),
     "kv-heads": ({"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, 3, but got 4"),

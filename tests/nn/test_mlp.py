@@ -16,6 +16,7 @@ OF_MLX = {
     "relu2": nn.relu2,
     "swiglu": nn.silu,
     "geglu": nn.gelu,
+    "geglu_tanh": nn.gelu_approx,
 }
 
 

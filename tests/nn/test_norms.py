@@ -4,6 +4,7 @@ from forge_mlx.kernels.norms import layer_norm_op, reference, rms_norm_op
 from forge_mlx.metal.engine import use_engine
 from forge_mlx.nn.norms import LayerNorm, RMSNorm
 import mlx.core as mx
+import numpy as np
 import pytest
 
 
@@ -26,6 +27,31 @@ def test_rms_norm_runs_on_the_engine_that_is_asked_for(weight, monkeypatch):
         got = norm(x)
     assert ran == ["emulator"]
     assert mx.allclose(got, norm(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(mx.float32, 1e-6), (mx.float16, 1e-3), (mx.bfloat16, 8e-3)], ids=str)
+@pytest.mark.parametrize("dtype_of_weight", [mx.float32, mx.bfloat16], ids=str)
+def test_an_offset_is_added_in_float32(dtype, rtol, dtype_of_weight):
+    """Against the formula in float64, with weights that 16 bits cannot add to 1."""
+    norm = RMSNorm(40, eps=0.1, offset=True)
+    assert mx.array_equal(norm.weight, mx.zeros((40,)))
+    norm.weight = mx.linspace(-0.003, 0.003, 40).astype(dtype_of_weight)
+    x = mx.random.normal((50, 40), key=mx.random.key(0)).astype(dtype)
+    exact = np.array(x.astype(mx.float32)).astype(np.float64)
+    want = exact / np.sqrt((exact**2).mean(axis=-1, keepdims=True) + 0.1)
+    want *= 1 + np.array(norm.weight.astype(mx.float32)).astype(np.float64)
+    got, (of_sum, total) = norm(x), norm.of_sum(x, mx.zeros_like(x))
+    assert got.dtype == mx.result_type(x, norm.weight)
+    assert (mx.array_equal(of_sum, got), mx.array_equal(total, x)) == (True, True)
+    errors = np.array(got.astype(mx.float32)) / want - 1
+    assert np.abs(errors).max() <= rtol
+    # In the mean over the rows each channel's scale is right, where that of 16 bits is off by up to 0.003.
+    assert np.abs(errors.mean(axis=0)).max() <= 0.002
+
+
+def test_an_offset_without_a_weight_is_refused():
+    with pytest.raises(ValueError, match=r"\[RMSNorm\] offset must be false without a weight but got true"):
+        RMSNorm(40, weight=False, offset=True)
 
 
 GIVEN = [(True, True), (True, False), (False, True), (False, False)]

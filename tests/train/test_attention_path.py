@@ -29,3 +29,11 @@ def test_path_is_the_one_that_attention_takes(head_dim, path, monkeypatch):
     assert taken == [path]
     assert ("mx.fast.scaled_dot_product_attention" in text) == (path == "mlx")
     assert ("the kernels of flash_attention" in text) == (path == "kernels")
+
+
+def test_a_window_of_some_layers_is_told_from_one_of_all():
+    texts = [
+        describe_attention(GPTConfig(sliding_window=9, sliding_layers=layers), "concat", 5, mx.float32, mx.cpu)
+        for layers in (None, [0, 2, 3])
+    ]
+    assert [text.split(":")[0] for text in texts] == ["causal, a window of 9", "causal, a window of 9 in 3 of 4 layers"]

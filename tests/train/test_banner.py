@@ -3,15 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from forge_mlx.data.prepare import prepare
 from forge_mlx.models.moe import MoEConfig
 from forge_mlx.optim import OptimConfig
 from forge_mlx.train.banner import describe_experts, log_model, setup_facts
-from forge_mlx.train.device import choose_placement
-from forge_mlx.train.folder import RunFolder
 from forge_mlx.train.trainer import Trainer
 import pytest
-from tiny_run import tiny_config
+from tiny_run import tiny_config, trainer_of
 
 EXPERTS: dict[str, Any] = {
     "model__arch": "moe",
@@ -24,10 +21,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def _trainer(folder: Path, **changes: Any) -> Trainer:
-    config = tiny_config(folder, **changes)
-    data = prepare(config.data, log=lambda _: None)
-    resolved = config.with_vocab_size(data.tokenizer.vocab_size)
-    return Trainer(resolved, choose_placement(config.run), data, RunFolder(config.run.dir))
+    return trainer_of(tiny_config(folder, **changes))
 
 
 def _line(trainer: Trainer, name: str) -> str:

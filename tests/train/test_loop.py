@@ -10,14 +10,13 @@ import time
 from typing import Any
 
 from forge_mlx.blas import BlasChoice
-from forge_mlx.data.prepare import PreparedData, prepare
+from forge_mlx.data.prepare import prepare
 from forge_mlx.hub.native import load_model
 from forge_mlx.nn.parameters import named_arrays
-from forge_mlx.train.banner import log_path
+from forge_mlx.train.banner import log_device
 from forge_mlx.train.checkpoint import load_checkpoint, save_checkpoint
-from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.device import choose_placement
-from forge_mlx.train.folder import RunFolder, RunFolderError
+from forge_mlx.train.folder import RunFolderError
 from forge_mlx.train.load import load_config
 from forge_mlx.train.loop import Interrupted, NonFiniteLoss, TrainingStopped, train
 from forge_mlx.train.metrics import MetricsLog, read_metrics
@@ -26,17 +25,11 @@ from forge_mlx.train.trainer import Trainer
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_run import arrays, events, records, tiny_config, tree
+from tiny_run import arrays, events, records, tiny_config, trainer_of, tree
 
 
 def _ignore(_line: str) -> None:
     pass
-
-
-def _trainer(config: TrainConfig) -> tuple[Trainer, PreparedData]:
-    data = prepare(config.data, log=_ignore)
-    resolved = config.with_vocab_size(data.tokenizer.vocab_size)
-    return Trainer(resolved, choose_placement(config.run), data, RunFolder(config.run.dir)), data
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +101,7 @@ def test_first_lines_say_which_path_runs_and_why(finished: tuple[Path, list[str]
 def test_slow_blas_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forge_mlx.train.banner.blas_choice", lambda: BlasChoice("mlx", None, "no other was found"))
     config, lines = tiny_config(tmp_path), list[str]()
-    log_path(choose_placement(config.run), config, lines.append)
+    log_device(choose_placement(config.run), lines.append)
     assert lines[1] == "BLAS: mlx (no other was found)"
     assert lines[2].startswith("WARNING: MLX's own BLAS")
     assert 'pip install "forge-mlx[cpu]"' in lines[2]
@@ -122,10 +115,10 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("tokens", [None, 100], ids=["all", "some"])
 def test_evaluation_is_the_mean_over_its_targets_and_their_bytes(tmp_path: Path, tokens: int | None) -> None:
     """Against NumPy in float64, row by row, with bytes counted by decoding."""
-    trainer, data = _trainer(tiny_config(tmp_path))
+    trainer = trainer_of(tiny_config(tmp_path))
     trainer.train_step()
     result = trainer.evaluate(tokens)
-    text = np.array(data.valid.tokens).astype(np.int64)
+    text = np.array(trainer.valid_rows.tokens.tokens).astype(np.int64)
     starts = list(range(0, len(text) - 1, 16))
     if tokens is not None:
         taken = math.ceil(tokens / 16)
@@ -142,14 +135,14 @@ def test_evaluation_is_the_mean_over_its_targets_and_their_bytes(tmp_path: Path,
     if tokens is None:
         # Every token but the first is a target: their bytes are the validation text's, but for the first token's.
         assert count == len(text) - 1
-        assert size == data.valid.num_bytes - _bytes_of(trainer, int(text[0]))
+        assert size == trainer.valid_rows.tokens.num_bytes - _bytes_of(trainer, int(text[0]))
     assert result["loss"] == pytest.approx(nats / count, rel=1e-5)
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
 def _bytes_of(trainer: Trainer, token: int) -> int:
     """UTF-8 bytes that a token adds to a text: itself for a single byte, none for the end of a document."""
-    tokenizer = trainer.data.tokenizer
+    tokenizer = trainer.tokenizer
     if token == tokenizer.end_id:
         return 0
     before = tokenizer.encode("a")
@@ -172,7 +165,7 @@ def test_last_evaluation_uses_the_tokens_that_the_config_says(
 def test_training_record_is_the_mean_over_all_tokens_since_the_last(tmp_path: Path) -> None:
     """Two passes of two rows are one update of four: the mean over their tokens, and over both steps."""
     config = tiny_config(tmp_path, model__dropout=0.0, train__steps=2, optim__warmup_steps=0, train__eval_every=0)
-    trainer, _ = _trainer(config)
+    trainer = trainer_of(config)
     nats, size = 0.0, 0
     for _ in range(2):
         position = trainer.stream.state_dict()
@@ -191,7 +184,7 @@ def test_training_record_is_the_mean_over_all_tokens_since_the_last(tmp_path: Pa
 
 
 def test_speed_leaves_out_evaluations_samples_and_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("evaluate", "sample", "save"):
+    for name in ("evaluate", "samples", "save"):
         monkeypatch.setattr(Trainer, name, _slowly(getattr(Trainer, name)))
     changes = {"train__eval_every": 1, "train__sample_every": 1, "train__checkpoint_every": 1, "train__log_every": 2}
     train(tiny_config(tmp_path, train__steps=4, **changes), log=_ignore)
@@ -221,7 +214,7 @@ def _slowly(method: Any) -> Any:
 def test_dropout_is_off_in_evaluations_and_samples_and_on_again_after(tmp_path: Path) -> None:
     # Large weights, so that what dropout does to the logits decides which tokens are drawn.
     changes = {"model__init_std": 0.5, "train__sample_tokens": 20}
-    trainer, _ = _trainer(tiny_config(tmp_path, model__dropout=0.5, **changes))
+    trainer = trainer_of(tiny_config(tmp_path, model__dropout=0.5, **changes))
     tokens = mx.array(next(trainer.stream).inputs)
 
     def same_twice() -> bool:
@@ -232,21 +225,21 @@ def test_dropout_is_off_in_evaluations_and_samples_and_on_again_after(tmp_path: 
     assert not same_twice()
     losses = [trainer.step_function.gradients([next(trainer.stream)], seed)[0] for seed in (1, 2)]
     assert losses[0] != losses[1]
-    assert trainer.sample() == trainer.sample()
+    assert trainer.samples() == trainer.samples()
     assert not same_twice()
     # Off, and not only drawn alike: the same as a model without any.
-    plain, _ = _trainer(tiny_config(tmp_path, model__dropout=0.0, **changes))
+    plain = trainer_of(tiny_config(tmp_path, model__dropout=0.0, **changes))
     assert plain.evaluate(None) == trainer.evaluate(None)
-    assert plain.sample() == trainer.sample()
+    assert plain.samples() == trainer.samples()
 
 
 def test_dropout_of_a_step_follows_from_seed_and_step_alone(tmp_path: Path) -> None:
-    trainer, _ = _trainer(tiny_config(tmp_path, model__dropout=0.5))
+    trainer = trainer_of(tiny_config(tmp_path, model__dropout=0.5))
     batch = [next(trainer.stream)]
     first = trainer.step_function.gradients(batch, 7)
     mx.random.normal((5,))
     trainer.evaluate(64)
-    trainer.sample()
+    trainer.samples()
     again = trainer.step_function.gradients(batch, 7)
     assert first[:2] == again[:2]
     assert trainer.step_function.gradients(batch, 8)[0] != first[0]
@@ -255,7 +248,7 @@ def test_dropout_of_a_step_follows_from_seed_and_step_alone(tmp_path: Path) -> N
 def test_every_step_draws_its_own_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = []
     for seed in (0, 1):
-        trainer, _ = _trainer(tiny_config(tmp_path, run__seed=seed))
+        trainer = trainer_of(tiny_config(tmp_path, run__seed=seed))
         original = trainer.step_function.gradients
         monkeypatch.setattr(trainer.step_function, "gradients", lambda b, s, f=original: (seeds.append(s), f(b, s))[1])
         for _ in range(3):
@@ -307,7 +300,7 @@ def test_weight_that_is_infinite_in_the_checkpoint_is_named(tmp_path: Path) -> N
 
 
 def test_step_that_fails_updates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, _ = _trainer(tiny_config(tmp_path))
+    trainer = trainer_of(tiny_config(tmp_path))
     trainer.train_step()
     original = trainer.step_function.gradients
 
@@ -372,7 +365,7 @@ def test_full_disk_while_writing_the_final_model(tmp_path: Path, monkeypatch: py
     def full(*_arguments: object, **_options: object) -> None:
         raise RuntimeError("[write] Unable to write 1000 bytes to file.")
 
-    monkeypatch.setattr("forge_mlx.train.trainer.save_model", full)
+    monkeypatch.setattr("forge_mlx.train.trainer.write_final", full)
     with pytest.raises(TrainingStopped, match=r"the final model could not be written: .*is that of step 9"):
         train(tiny_config(tmp_path), log=_ignore)
     monkeypatch.undo()
@@ -510,10 +503,10 @@ def test_longer_run_without_its_checkpoints_keeps_the_final_model(tmp_path: Path
 
 
 def test_sample_of_a_text_without_document_starts_continues_the_validation_text(tmp_path: Path) -> None:
-    trainer, data = _trainer(tiny_config(tmp_path))
-    assert data.facts.train_documents == 1
-    start = data.tokenizer.decode(int(token) for token in data.valid.tokens[:16])
-    assert trainer.prompt_text == start != ""
+    trainer = trainer_of(tiny_config(tmp_path))
+    assert trainer.work.facts.train_documents == 1
+    start = trainer.tokenizer.decode(int(token) for token in trainer.valid_rows.tokens.tokens[:16])
+    assert trainer.work.prompts[0].text == start != ""
 
 
 def test_sample_of_many_documents_starts_one(tmp_path: Path) -> None:
@@ -522,9 +515,9 @@ def test_sample_of_many_documents_starts_one(tmp_path: Path) -> None:
     for i in range(120):
         (folder / f"{i}.txt").write_text(f"document {i} says {i * i} and {i + 7}\n" * 3)
     config = tiny_config(tmp_path, data__source=[str(folder)], data__tokenizer={"vocab_size": 300})
-    trainer, data = _trainer(config)
-    assert trainer.prompt_text == ""
-    assert trainer._prompt == [data.tokenizer.end_id]
+    trainer = trainer_of(config)
+    assert trainer.work.prompts[0].text == ""
+    assert trainer.work.prompts[0].tokens == [trainer.tokenizer.end_id]
 
 
 def test_busy_machine_is_hinted_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,5 +529,5 @@ def test_busy_machine_is_hinted_at(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             monkeypatch.setenv("OPENBLAS_NUM_THREADS", threads)
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
         lines = list[str]()
-        log_path(choose_placement(config.run), config, lines.append)
+        log_device(choose_placement(config.run), lines.append)
         assert any(line.startswith("load: ") and "4.1 of 8 cores" in line for line in lines) == hinted

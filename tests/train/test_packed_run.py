@@ -15,16 +15,15 @@ from forge_mlx.nn.parameters import named_arrays
 from forge_mlx.train.banner import log_model
 from forge_mlx.train.checkpoint import load_checkpoint
 from forge_mlx.train.config import TrainConfig
-from forge_mlx.train.device import choose_placement
 from forge_mlx.train.dry_run import describe_run
-from forge_mlx.train.folder import RunFolder, RunFolderError
+from forge_mlx.train.folder import RunFolderError
 from forge_mlx.train.loop import NonFiniteLoss, train
 from forge_mlx.train.trainer import Trainer
 import mlx.core as mx
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny_run import records, tiny_config
+from tiny_run import records, tiny_config, trainer_of
 
 _FEATURES: dict[str, Any] = {"model__token_shift": True, "model__sliding_window": 5, "model__attention_sinks": True}
 
@@ -44,12 +43,6 @@ def _config(folder: Path, **changes: Any) -> TrainConfig:
     return tiny_config(folder, **{**values, "data__valid_fraction": 0.2, **changes})
 
 
-def _trainer(config: TrainConfig) -> Trainer:
-    data = prepare(config.data, log=_ignore)
-    resolved = config.with_vocab_size(data.tokenizer.vocab_size)
-    return Trainer(resolved, choose_placement(config.run), data, RunFolder(config.run.dir))
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """The folder of a finished run, and what it said."""
@@ -60,7 +53,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
 
 
 def test_a_run_counts_the_targets_alone(finished: tuple[Path, list[str]]) -> None:
-    trainer = _trainer(_config(finished[0]))
+    trainer = trainer_of(_config(finished[0]))
     counts = [
         sum(batch.counted_targets().size for batch in itertools.islice(trainer.stream, trainer.config.train.accumulate))
         for _ in range(9)
@@ -68,13 +61,13 @@ def test_a_run_counts_the_targets_alone(finished: tuple[Path, list[str]]) -> Non
     assert len(set(counts)) > 1
     run = finished[0] / "run"
     assert [r["tokens"] for r in records(run, "train")] == [sum(counts[:step]) for step in (2, 4, 6, 8, 9)]
-    assert records(run, "eval")[-1]["tokens"] == trainer.data.valid.num_tokens
+    assert records(run, "eval")[-1]["tokens"] == trainer.valid_rows.tokens.num_tokens
     assert records(run, "eval")[-1]["loss"] < math.log(300)
 
 
 def test_a_run_says_and_logs_how_full_its_rows_are(finished: tuple[Path, list[str]]) -> None:
     folder, lines = finished
-    rows = _trainer(_config(folder)).rows
+    rows = trainer_of(_config(folder)).rows
     fill = rows.num_targets / (16 * rows.num_rows)
     text = "\n".join(lines)
     for part in (
@@ -95,7 +88,7 @@ def test_a_run_says_and_logs_how_full_its_rows_are(finished: tuple[Path, list[st
 def test_rows_without_cut_documents_say_so(tmp_path: Path) -> None:
     lines: list[str] = []
     changes = {"train__seq_len": 256, "model__max_seq_len": 256, "train__batch_size": 1}
-    log_model(_trainer(_config(tmp_path, **changes)), lines.append)
+    log_model(trainer_of(_config(tmp_path, **changes)), lines.append)
     assert any(
         re.fullmatch(r"rows: the training text's 72 documents in \d rows, each document whole", line) for line in lines
     )
@@ -103,14 +96,14 @@ def test_rows_without_cut_documents_say_so(tmp_path: Path) -> None:
 
 def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(tmp_path: Path) -> None:
     config = _config(tmp_path, **_FEATURES)
-    unbroken, stopped = _trainer(config), _trainer(config)
+    unbroken, stopped = trainer_of(config), trainer_of(config)
     for _ in range(9):
         unbroken.train_step()
     for _ in range(4):
         stopped.train_step()
     assert stopped.stream.epoch % 1 > 0
     checkpoint = load_checkpoint(stopped.save())
-    resumed = _trainer(config)
+    resumed = trainer_of(config)
     resumed.restore(checkpoint)
     for _ in range(5):
         resumed.train_step()
@@ -133,12 +126,12 @@ def test_another_packing_does_not_go_on(finished: tuple[Path, list[str]]) -> Non
 
 def test_evaluation_is_the_mean_over_documents_alone(tmp_path: Path) -> None:
     """Against the model on each document by itself, in NumPy and float64, with its bytes counted from the text."""
-    trainer = _trainer(_config(tmp_path, **_FEATURES))
+    trainer = trainer_of(_config(tmp_path, **_FEATURES))
     trainer.train_step()
     result = trainer.evaluate(None)
     trainer.model.eval()
-    text = np.array(trainer.data.valid.tokens).astype(np.int64)
-    end = trainer.data.tokenizer.end_id
+    text = np.array(trainer.valid_rows.tokens.tokens).astype(np.int64)
+    end = trainer.tokenizer.end_id
     nats = 0.0
     for document in np.split(text, np.flatnonzero(text == end)[:-1] + 1):
         shifted = np.array([end, *document[:-1]])
@@ -149,11 +142,11 @@ def test_evaluation_is_the_mean_over_documents_alone(tmp_path: Path) -> None:
             nats -= (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[np.arange(len(part)), part].sum()
     assert result["tokens"] == len(text)
     assert result["loss"] == pytest.approx(nats / len(text), rel=1e-5)
-    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / trainer.data.valid.num_bytes, rel=1e-5)
+    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / trainer.valid_rows.tokens.num_bytes, rel=1e-5)
 
 
 def test_a_bad_layer_is_named_in_packed_rows(tmp_path: Path) -> None:
-    trainer = _trainer(_config(tmp_path))
+    trainer = trainer_of(_config(tmp_path))
     trainer.model.layers[1].mlp.up_proj.weight = mx.full(trainer.model.layers[1].mlp.up_proj.weight.shape, 1e38)
     with pytest.raises(NonFiniteLoss, match=r"all parameters are finite; the first bad output is that of layers\.1"):
         trainer.train_step()
@@ -179,21 +172,21 @@ def test_both_packings_read_the_same_token_files(tmp_path: Path) -> None:
 
 def test_samples_begin_as_documents_do(finished: tuple[Path, list[str]], tmp_path: Path) -> None:
     """With the end token, also where the start of the validation text stands in for a prompt: of one document alone."""
-    trainer = _trainer(_config(tmp_path))
-    end, text = trainer.data.tokenizer.end_id, trainer.data.valid.tokens
+    trainer = trainer_of(_config(tmp_path))
+    end, text = trainer.tokenizer.end_id, trainer.valid_rows.tokens.tokens
     first = text[: text.tolist().index(end)].tolist()
-    assert trainer._prompt == [end, *first[:16]]
-    assert trainer.prompt_text == trainer.data.tokenizer.decode(first[:16])
+    assert trainer.work.prompts[0].tokens == [end, *first[:16]]
+    assert trainer.work.prompts[0].text == trainer.tokenizer.decode(first[:16])
     short = tmp_path / "short.jsonl"
     short.write_text('{"text": "to"}\n{"text": "be"}\n', encoding="utf-8")
-    of_two = _trainer(_config(tmp_path, data__valid_paths=[str(short)]))
-    assert of_two._prompt == [end, *of_two.data.tokenizer.encode("to")]
-    asked = _trainer(_config(tmp_path, train__sample_prompt="to be"))
-    assert asked._prompt == [end, *asked.data.tokenizer.encode("to be")]
+    of_two = trainer_of(_config(tmp_path, data__valid_paths=[str(short)]))
+    assert of_two.work.prompts[0].tokens == [end, *of_two.tokenizer.encode("to")]
+    asked = trainer_of(_config(tmp_path, train__sample_prompt="to be"))
+    assert asked.work.prompts[0].tokens == [end, *asked.tokenizer.encode("to be")]
     with pytest.raises(
         ValueError, match=r"must be shorter than model\.max_seq_len, 32 tokens, but has \d+ with the end"
     ):
-        _trainer(_config(tmp_path, train__sample_prompt="zzzz " * 20))
+        trainer_of(_config(tmp_path, train__sample_prompt="zzzz " * 20))
     assert begins_with_end(finished[0] / "run/final")
 
 
@@ -207,8 +200,8 @@ def _half_full(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def test_evaluations_have_as_many_targets_as_asked_for(tmp_path: Path) -> None:
-    trainer = _trainer(_half_full(tmp_path))
-    total = trainer.data.valid.num_tokens
+    trainer = trainer_of(_half_full(tmp_path))
+    total = trainer.valid_rows.tokens.num_tokens
     assert trainer.valid_rows.num_targets < 0.8 * 32 * trainer.valid_rows.num_rows
     assert abs(trainer.evaluate(total // 2)["tokens"] - total / 2) <= 40
     assert trainer.evaluate(total)["tokens"] == trainer.evaluate(10**6)["tokens"] == total
@@ -217,5 +210,5 @@ def test_evaluations_have_as_many_targets_as_asked_for(tmp_path: Path) -> None:
 def test_rows_that_are_not_full_get_advice(finished: tuple[Path, list[str]], tmp_path: Path) -> None:
     assert not any("raise train.seq_len" in line for line in finished[1])
     lines: list[str] = []
-    log_model(_trainer(_half_full(tmp_path)), lines.append)
+    log_model(trainer_of(_half_full(tmp_path)), lines.append)
     assert any(re.match(r"rows are only [678]\d % full: .* raise train\.seq_len", line) for line in lines), lines

@@ -5,7 +5,8 @@ import subprocess
 import sys
 import unicodedata
 
-from forge_mlx.train.progress import Progress, format_duration, visible_controls
+from forge_mlx._text import visible_controls
+from forge_mlx.train.progress import Progress, format_duration
 import pytest
 from rich.console import Console
 

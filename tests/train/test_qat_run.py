@@ -7,19 +7,16 @@ import signal
 from typing import Any
 
 from forge_mlx.data.batch import Batch
-from forge_mlx.data.prepare import prepare
 from forge_mlx.data.stream import eval_batches
 from forge_mlx.hub.native import load_model
 from forge_mlx.train.deploy import summed_logits_loss
-from forge_mlx.train.device import choose_placement
-from forge_mlx.train.folder import RunFolder
 from forge_mlx.train.load import ConfigError, load_config
 from forge_mlx.train.loop import train
 from forge_mlx.train.trainer import Trainer
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_run import arrays, events, records, run_command, tiny_config, write_config
+from tiny_run import arrays, events, records, run_command, tiny_config, trainer_of, write_config
 
 QAT: dict[str, Any] = {
     "model__hidden_size": 32,
@@ -83,9 +80,7 @@ def uncompiled() -> Iterator[None]:
 def _quantised(folder: Path, **changes: Any) -> Trainer:
     """A trainer of a run that is quantised from its first step on."""
     config = tiny_config(folder, **(QAT | {"qat__start_step": 0} | changes))
-    data = prepare(config.data, log=_ignore)
-    resolved = config.with_vocab_size(data.tokenizer.vocab_size)
-    trainer = Trainer(resolved, choose_placement(config.run), data, RunFolder(config.run.dir))
+    trainer = trainer_of(config)
     trainer.enter_phase()
     trainer.folder.path.mkdir()
     return trainer

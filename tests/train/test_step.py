@@ -5,8 +5,10 @@ from forge_mlx.kernels.linear_cross_entropy import linear_cross_entropy
 from forge_mlx.kernels.linear_cross_entropy.forward_gradients import chosen_variables
 from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.nn.losses import cross_entropy
+from forge_mlx.nn.parameters import cast_floats
 from forge_mlx.optim import OptimConfig, build_optimizer
-from forge_mlx.train.step import TrainStep, batch_arrays, cast_floats, global_norm, make_evaluator, summed_loss
+from forge_mlx.train.objective import batch_arrays, summed_loss
+from forge_mlx.train.step import TrainStep, global_norm, make_evaluator
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
@@ -252,8 +254,8 @@ def test_summed_loss_is_minus_log_p_over_the_targets_that_count():
     logits = np.array(model(mx.array(batch.inputs))).astype(np.float64)
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     nll = -np.take_along_axis(logp, batch.targets[..., None].astype(np.int64), -1)[..., 0]
-    assert summed_loss(model, *batch_arrays(batch)).item() == pytest.approx(nll.sum(), rel=1e-5)
-    weighted = batch_arrays(batch._replace(weights=weights))
+    assert summed_loss(model, *batch_arrays(batch)[:5]).item() == pytest.approx(nll.sum(), rel=1e-5)
+    weighted = batch_arrays(batch._replace(weights=weights))[:5]
     assert summed_loss(model, *weighted).item() == pytest.approx((nll * weights).sum(), rel=1e-5)
 
 
@@ -265,7 +267,7 @@ def test_a_step_is_the_mean_over_the_targets_that_count_whichever_pass_they_come
     step = stepper()
     loss, norm, grads, count = step.gradients(halves, 0)
     assert count == weights.sum() == 1 + 9
-    assert loss * count == pytest.approx(summed_loss(step.model, *batch_arrays(batch)).item(), rel=1e-6)
+    assert loss * count == pytest.approx(summed_loss(step.model, *batch_arrays(batch)[:5]).item(), rel=1e-6)
     whole = step.gradients([batch], 0)
     assert (norm, count) == (pytest.approx(whole[1], rel=1e-5), whole[3])
     assert_close(arrays(grads), arrays(whole[2]), 1e-5)
@@ -289,7 +291,7 @@ def test_chunks_have_the_loss_and_the_gradients_of_whole_logits(changes):
     assert loss * count == pytest.approx(want.item(), rel=1e-6)
     assert_close(arrays(grads), arrays(want_grads), 1e-5)
     weighted = batch._replace(weights=weights)
-    found = make_evaluator(step.model, mx.float32)(step.model.trainable_parameters(), weighted)
+    found, _ = make_evaluator(step.model, mx.float32)(step.model.trainable_parameters(), weighted)
     assert found.item() == pytest.approx(whole(params, mx.array(weights)).item(), rel=1e-6)
 
 
@@ -302,7 +304,7 @@ def test_gradients_come_with_the_loss_in_training_only(tied, monkeypatch):
         asked.append(chosen_variables())
         return linear_cross_entropy(*args, **options)
 
-    monkeypatch.setattr("forge_mlx.train.step.linear_cross_entropy", spy)
+    monkeypatch.setattr("forge_mlx.train.objective.linear_cross_entropy", spy)
     model = GPT(CONFIG.model_copy(update={"tie_embeddings": tied}), seed=2)
     evaluate = make_evaluator(model, mx.float32)
     head = model.embed_tokens if tied else model.lm_head
@@ -322,7 +324,7 @@ def test_a_model_with_a_head_weight_alone_needs_no_logits(frozen, monkeypatch):
         asked.append(chosen_variables())
         return linear_cross_entropy(*args, **options)
 
-    monkeypatch.setattr("forge_mlx.train.step.linear_cross_entropy", spy)
+    monkeypatch.setattr("forge_mlx.train.objective.linear_cross_entropy", spy)
     model = Headed()
     if frozen:
         model.freeze(keys="head_weight", recurse=False)
@@ -360,8 +362,8 @@ def test_evaluation_drops_nothing_and_leaves_the_model_as_it_was():
     evaluate = make_evaluator(model, mx.float32)
     batch = rows(2, 6)
     for _ in range(2):
-        found = evaluate(model.trainable_parameters(), batch).item()
-        assert found == pytest.approx(summed_loss(plain, *batch_arrays(batch)).item(), rel=1e-6)
+        found = evaluate(model.trainable_parameters(), batch)[0].item()
+        assert found == pytest.approx(summed_loss(plain, *batch_arrays(batch)[:5]).item(), rel=1e-6)
         assert model.training
         assert model.layers[0].training
         assert_close(arrays(model.parameters()), before, 0)

@@ -8,12 +8,12 @@ import shutil
 import subprocess
 import sys
 
+from forge_mlx._text import visible_controls
 from forge_mlx.train import __main__ as command_module
 from forge_mlx.train.__main__ import main
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.explain import all_keys
 from forge_mlx.train.loop import Interrupted, NonFiniteLoss
-from forge_mlx.train.progress import visible_controls
 import pytest
 from tiny_run import write_config
 

@@ -9,6 +9,7 @@ from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.load import ConfigError, dump_config, load_config
 import pytest
 
+SECTIONS = "run, model, data, train, optim, adapter, qat, preference"
 CONFIGS = Path(__file__).parents[2] / "models" / "configs"
 BASE = """\
 run:
@@ -185,7 +186,10 @@ def test_a_long_value_is_cut():
     [
         ({"lr": "lrr: 1"}, "c.yaml:12: optim.lrr: there is no such key. Did you mean optim.lr?"),
         ({"lr": "steps: 1"}, "c.yaml:12: optim.steps: there is no such key. Did you mean train.steps?"),
-        ({"lr": "dropuot: 1"}, "c.yaml:12: optim.dropuot: there is no such key. Did you mean model.dropout?"),
+        (
+            {"lr": "dropuot: 1"},
+            "c.yaml:12: optim.dropuot: there is no such key. Did you mean model.dropout or adapter.dropout?",
+        ),
         ({"optim": "optimizer:"}, "c.yaml:11: optimizer: there is no such key. Did you mean optim?"),
         ({"run": "seed: 1\nrun:"}, "c.yaml:1: seed: there is no such key. Did you mean run.seed?"),
         (
@@ -250,10 +254,10 @@ def test_a_combination_inside_a_section_names_the_section_and_the_line():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "c.yaml: must hold the sections run, model, data, train, optim, qat but is empty."),
-        ("# nothing\n", "c.yaml: must hold the sections run, model, data, train, optim, qat but is empty."),
-        ("- a\n", 'c.yaml: must hold the sections run, model, data, train, optim, qat but holds ["a"].'),
-        ("a\n", 'c.yaml: must hold the sections run, model, data, train, optim, qat but holds "a".'),
+        ("", f"c.yaml: must hold the sections {SECTIONS} but is empty."),
+        ("# nothing\n", f"c.yaml: must hold the sections {SECTIONS} but is empty."),
+        ("- a\n", f'c.yaml: must hold the sections {SECTIONS} but holds ["a"].'),
+        ("a\n", f'c.yaml: must hold the sections {SECTIONS} but holds "a".'),
         (
             "run:\n\tdir: x\n",
             "c.yaml:2: not valid YAML: found character '\\t' that cannot start any token. "

@@ -9,6 +9,10 @@ import sys
 from typing import Any
 
 from forge_mlx.train.config import TrainConfig
+from forge_mlx.train.device import choose_placement
+from forge_mlx.train.folder import RunFolder
+from forge_mlx.train.trainer import Trainer
+from forge_mlx.train.work import begin_work
 import mlx.core as mx
 import numpy as np
 
@@ -58,6 +62,12 @@ def tiny_values(folder: Path, **changes: Any) -> dict[str, Any]:
 def tiny_config(folder: Path, **changes: Any) -> TrainConfig:
     """The config of a tiny run; see `tiny_values`."""
     return TrainConfig.model_validate_json(json.dumps(tiny_values(folder, **changes)))
+
+
+def trainer_of(config: TrainConfig) -> Trainer:
+    """A run in memory, at its start; nothing is written."""
+    placement = choose_placement(config.run)
+    return Trainer(begin_work(config, placement, lambda _: None), placement, RunFolder(config.run.dir))
 
 
 def write_config(folder: Path, **changes: Any) -> Path:

@@ -1,0 +1,134 @@
+"""Examples as files hold them: JSON lines, JSON lists, Parquet, and whole texts."""
+
+from collections.abc import Iterator
+import json
+from typing import Any, NamedTuple
+
+from forge_mlx.data.corpus import json_object, lines_of, read_text
+from forge_mlx.data.example_config import Format
+from forge_mlx.data.files import JSON_SUFFIXES, TEXT_SUFFIXES, SourceFile
+from forge_mlx.data.parquet import read_parquet
+
+_LIST_SUFFIX = ".json"
+_PARQUET_SUFFIX = ".parquet"
+
+
+class Record(NamedTuple):
+    """What one example of a file holds.
+
+    Attributes:
+        where: `file:line`, `file:row 3` or the file's name, for messages.
+        content: its fields, or what is wrong with it.
+    """
+
+    where: str
+    content: dict[str, Any] | ValueError
+
+
+def suffixes_of(example_format: Format) -> tuple[str, ...]:
+    """The suffixes of the files that are taken from folders."""
+    suffixes = (*JSON_SUFFIXES, _LIST_SUFFIX, _PARQUET_SUFFIX)
+    return suffixes + TEXT_SUFFIXES if example_format == "text" else suffixes
+
+
+def read_records(file: SourceFile, example_format: Format, text_field: str) -> Iterator[Record]:
+    """Stream the examples of a file. One that is malformed does not end the file where the next one can be found.
+
+    Args:
+        file: what to read.
+        example_format: a file of another suffix is one example where this is `text`.
+        text_field: under which name its text is given then.
+
+    Raises:
+        ValueError: the file cannot be read, or holds no examples by its suffix.
+    """
+    if file.kind in JSON_SUFFIXES:
+        return _of_lines(file)
+    if file.kind == _LIST_SUFFIX:
+        return _of_list(file) if _begins_a_list(file) else _of_lines(file)
+    if file.kind == _PARQUET_SUFFIX:
+        return _of_parquet(file)
+    if example_format == "text":
+        return _of_text(file, text_field)
+    raise ValueError(
+        f"[data] a file of examples must end in {', '.join(suffixes_of(example_format))} (all but .parquet also with "
+        f".gz) but got {file.name}. Rename or convert it."
+    )
+
+
+def _of_lines(file: SourceFile) -> Iterator[Record]:
+    for where, line in lines_of(file):
+        try:
+            content = json_object(line, where)
+        except ValueError as error:
+            yield Record(where, error)
+        else:
+            yield _checked(where, content, line)
+
+
+def _begins_a_list(file: SourceFile) -> bool:
+    first = next(lines_of(file), None)
+    return first is not None and first[1].lstrip().startswith(b"[")
+
+
+def _of_list(file: SourceFile) -> Iterator[Record]:
+    """The items of a JSON list, whose text is held in memory as a whole."""
+    try:
+        text = "".join(read_text(file))
+    except UnicodeDecodeError as error:
+        yield Record(file.name, ValueError(f"[data] {file.name}: must be UTF-8 but is not: {error.reason}."))
+        return
+    decoder = json.JSONDecoder()
+    at, line, seen = text.index("[") + 1, 1, 0
+    while True:
+        at = _behind_space(text, at)
+        line, seen = line + text.count("\n", seen, at), at
+        where = f"{file.name}:{line}"
+        if text[at : at + 1] == "]":
+            if text[at + 1 :].strip():
+                yield Record(where, ValueError(f"[data] {where}: must end with the list of examples but goes on."))
+            return
+        try:
+            content, end = decoder.raw_decode(text, at)
+            after = _behind_space(text, end)
+            if text[after : after + 1] not in (",", "]") or not isinstance(content, dict):
+                got = type(content).__name__ if after < len(text) else "the end of the file behind it"
+                raise ValueError(f"a list of objects, with commas between them, is expected but got {got}")
+        except (ValueError, RecursionError) as error:
+            # What follows cannot be told apart any more.
+            yield Record(where, ValueError(f"[data] {where}: must hold one JSON list of objects: {error}"))
+            return
+        yield _checked(where, content, text[at:end].encode())
+        at = after + (text[after] == ",")
+
+
+def _behind_space(text: str, at: int) -> int:
+    while text[at : at + 1].isspace():
+        at += 1
+    return at
+
+
+def _of_parquet(file: SourceFile) -> Iterator[Record]:
+    if file.is_gzip:
+        raise ValueError(f"[data] a Parquet file must not be in gzip but got {file.name}. Unpack it.")
+    for number, row in enumerate(read_parquet(file.path, file.name), 1):
+        yield Record(f"{file.name}:row {number}", row)
+
+
+def _of_text(file: SourceFile, text_field: str) -> Iterator[Record]:
+    try:
+        yield Record(file.name, {text_field: "".join(read_text(file))})
+    except UnicodeDecodeError as error:
+        yield Record(file.name, ValueError(f"[data] {file.name}: must be UTF-8 but is not: {error.reason}."))
+
+
+def _checked(where: str, content: dict[str, Any], source: bytes) -> Record:
+    """The record, unless it spells half a surrogate pair: no UTF-8 text has one, and no tokenizer takes it."""
+    if b"\\ud" in source.lower():
+        try:
+            json.dumps(content, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return Record(
+                where, ValueError(f"[data] {where}: texts must be valid Unicode but one has a lone surrogate.")
+            )
+    return Record(where, content)

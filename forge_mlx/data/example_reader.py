@@ -1,0 +1,240 @@
+"""Files of examples as tokens with their loss masks; all that is wrong with them in one message."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+import hashlib
+import json
+import math
+from pathlib import Path
+import re
+import time
+from typing import NamedTuple
+
+from forge_mlx._cache import cache_dir
+from forge_mlx._text import count
+from forge_mlx.data.chat import Encoded, encode_chat, encode_prompt_completion, encode_text
+from forge_mlx.data.chat_template import BUILT_IN_TEMPLATES
+from forge_mlx.data.example_cache import EncodedFiles, Item, load, store
+from forge_mlx.data.example_config import ExampleConfig
+from forge_mlx.data.example_fields import Completion, Example, Pair, read_example
+from forge_mlx.data.example_files import Record, read_records, suffixes_of
+from forge_mlx.data.files import SourceFile
+from forge_mlx.data.hub_tokenizer import HubTokenizer
+from forge_mlx.data.sources import file_states, list_files, require_unchanged, some_names
+
+# Changes when the same files and config would give other tokens or masks.
+_VERSION = 1
+# Seconds after which a person is told how far it is.
+_SILENCE = 10.0
+
+
+class ReadExamples(NamedTuple):
+    """All examples of a config, before those that are longer than a row are dealt with.
+
+    Attributes:
+        train, valid: the two splits, in the order of the files.
+        files: how many were read.
+        spellings: how many examples have a spelling that the config does not name.
+        from_cache: whether their tokens were there already.
+    """
+
+    train: list[Item]
+    valid: list[Item]
+    files: int
+    spellings: dict[str, int]
+    from_cache: bool
+
+
+def with_template(config: ExampleConfig, tokenizer: HubTokenizer) -> HubTokenizer:
+    """The tokenizer with the chat template that the config names.
+
+    Raises:
+        ValueError: the file cannot be read, or the tokenizer lacks the tokens of a built-in template.
+    """
+    name = config.chat_template
+    if name is None:
+        return tokenizer
+    if name in BUILT_IN_TEMPLATES:
+        return tokenizer.with_chat_template(name)
+    try:
+        return tokenizer.with_chat_template(Path(name).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error.reason}"
+        raise ValueError(
+            f"[data] chat_template must be a file or a built-in name ({', '.join(BUILT_IN_TEMPLATES)}) but reading "
+            f"{name} failed: {reason}."
+        ) from error
+
+
+def read_examples(
+    config: ExampleConfig, tokenizer: HubTokenizer, *, log: Callable[[str], None], hold_out: bool = True
+) -> ReadExamples:
+    """Read every example, make tokens and masks of it, and split them into training and validation.
+
+    Args:
+        config: the `data:` section.
+        tokenizer: with the chat template to use.
+        log: takes one line of text for everything that a person should know.
+        hold_out: whether `valid_fraction` holds; otherwise, without `valid_paths`, no example is to validate.
+
+    Raises:
+        ValueError: a file cannot be read, examples are malformed (the first is described, and the others are counted
+            and named), or there are too few of them.
+    """
+    files, split_at = list_files(config, log, suffixes_of(config.format))
+    folder = cache_dir() / "data" / f"examples-{_key(config, tokenizer, files, split_at)}"
+    found = load(folder, log)
+    from_cache = found is not None
+    if found is None:
+        found = _encode_files(config, tokenizer, files, split_at, log)
+        try:
+            store(folder, found)
+        except OSError as error:
+            log(
+                f"the tokens of the examples are not kept, and will be made again: the cache cannot be written: {error}"
+            )
+    source, valid = found.items[: found.num_source], found.items[found.num_source :]
+    if split_at is None and hold_out:
+        source, valid = _split(source, config.valid_fraction)
+    if found.empty_files:
+        log(f"files without an example: {len(found.empty_files)}{some_names(found.empty_files)}")
+    for spelling, number in found.spellings.items():
+        log(f"{count(number, 'example')} read as {spelling}")
+    if found.has_plain_prompts and tokenizer.chat_template is not None:
+        log("prompts stay plain text though the model has a chat template: data.prompt_as: chat puts them into it")
+    return ReadExamples(source, valid, len(files), found.spellings, from_cache)
+
+
+def _key(config: ExampleConfig, tokenizer: HubTokenizer, files: list[SourceFile], split_at: int | None) -> str:
+    """Hash of all that decides which tokens and masks there are, and where messages say that they come from."""
+    # How examples are split and become rows is decided behind the cache.
+    settings = config.model_dump(exclude={"source", "valid_paths", "valid_fraction", "truncate", "packing"})
+    contents = [[file.name, file.digest()] for file in files]
+    parts = [_VERSION, tokenizer.fingerprint, split_at, sorted(settings.items()), contents]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def _encode_files(
+    config: ExampleConfig,
+    tokenizer: HubTokenizer,
+    files: list[SourceFile],
+    split_at: int | None,
+    log: Callable[[str], None],
+) -> EncodedFiles:
+    states = file_states(files)
+    reader = _Reader(config, tokenizer, log)
+    source = reader.read(files[:split_at], config.max_examples)
+    valid = reader.read(files[split_at:], None) if split_at is not None else []
+    reader.require_none_wrong()
+    _require_examples(source, files[:split_at], "source")
+    if split_at is not None:
+        _require_examples(valid, files[split_at:], "valid_paths")
+    require_unchanged(files, states)
+    return EncodedFiles(
+        source + valid, len(source), dict(reader.spellings), reader.empty_files, reader.has_plain_prompts
+    )
+
+
+class _Reader:
+    """Goes on behind a malformed example, so that one message can say how many there are."""
+
+    def __init__(self, config: ExampleConfig, tokenizer: HubTokenizer, log: Callable[[str], None]) -> None:
+        self.spellings: Counter[str] = Counter()
+        self.empty_files: list[str] = []
+        self.has_plain_prompts = False
+        self._config = config
+        self._tokenizer = tokenizer
+        self._log = log
+        self._next_word = time.monotonic() + _SILENCE
+        self._first_problem: str | None = None
+        self._wrong: list[str] = []
+
+    def read(self, files: list[SourceFile], most: int | None) -> list[Item]:
+        """The examples of some files that are not malformed, the first `most` of them."""
+        items: list[Item] = []
+        for file in files:
+            empty = True
+            for record in read_records(file, self._config.format, self._config.text_field):
+                if len(items) == most:
+                    return items
+                empty = False
+                if time.monotonic() > self._next_word:
+                    self._log(f"reading examples: {len(items):,} so far, at {record.where}")
+                    self._next_word += _SILENCE
+                try:
+                    items.append(self._item(record))
+                except ValueError as error:
+                    self._first_problem = self._first_problem or str(error)
+                    self._wrong.append(record.where)
+            if empty:
+                self.empty_files.append(file.name)
+        return items
+
+    def require_none_wrong(self) -> None:
+        """Raise for what is malformed: the first one in words, the others by number."""
+        if self._first_problem is not None:
+            others = self._wrong[1:]
+            verb = "is" if len(others) == 1 else "are"
+            text = f" {len(others)} more {verb} malformed{some_names(others)}." if others else ""
+            raise ValueError(self._first_problem + text)
+
+    def _item(self, record: Record) -> Item:
+        if isinstance(record.content, ValueError):
+            raise record.content
+        try:
+            example, spelling = read_example(record.content, self._config)
+            texts = tuple(self._encoded(example))
+            for text in texts:
+                if not text.is_target[1:].any():
+                    raise ValueError(f"an example must have a token to learn but none of its {len(text.ids)} is one.")
+        except ValueError as error:
+            # The part in front names a module, and the reader needs the line.
+            message = re.sub(r"^\[\w+\] ", "", str(error))
+            raise ValueError(f"[data] {record.where}: {message}") from error
+        if spelling is not None:
+            self.spellings[spelling] += 1
+        return Item(record.where, texts)
+
+    def _encoded(self, example: Example) -> Iterator[Encoded]:
+        train_on = self._config.train_on
+        if isinstance(example, str):
+            yield encode_text(self._tokenizer, example)
+        elif isinstance(example, Pair):
+            for answer in example:
+                yield from self._encoded(answer)
+        elif isinstance(example, Completion):
+            self.has_plain_prompts = True
+            yield encode_prompt_completion(self._tokenizer, *example, train_on_prompt=train_on == "all")
+        else:
+            if example.only_last and train_on == "assistant":
+                train_on = "last"
+            yield encode_chat(self._tokenizer, example.messages, tools=example.tools, train_on=train_on)
+
+
+def _require_examples(items: list[Item], files: list[SourceFile], name: str) -> None:
+    if not items:
+        names = some_names([file.name for file in files])
+        raise ValueError(
+            f"[data] {name} must hold examples but its {count(len(files), 'file')}{names} hold none. Check data.{name}."
+        )
+
+
+def _split(items: list[Item], valid_fraction: float) -> tuple[list[Item], list[Item]]:
+    """Held out is item i where `floor((i + 1) f) > floor(i f)`, as of documents."""
+    fraction = Fraction(str(valid_fraction))
+    if len(items) * fraction < 1 or len(items) < 2:
+        raise ValueError(
+            f"[data] source must hold at least {max(math.ceil(1 / fraction), 2)} examples, so that "
+            f"data.valid_fraction {valid_fraction} holds one out, but holds {len(items)}. Raise the fraction, name "
+            "data.valid_paths, or give more examples."
+        )
+    held_out = [(index + 1) * fraction // 1 > index * fraction // 1 for index in range(len(items))]
+    train = [item for item, held in zip(items, held_out, strict=True) if not held]
+    return train, [item for item, held in zip(items, held_out, strict=True) if held]
+
+
+def described(items: list[Item]) -> str:
+    """`the longest 1,044 tokens at a.jsonl:7`."""
+    longest = max(items, key=lambda item: item.num_inputs)
+    return f"the longest {longest.num_inputs + 1:,} tokens at {longest.where}"

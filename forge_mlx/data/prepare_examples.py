@@ -1,0 +1,210 @@
+"""From a `data:` section with a `format` to rows for training and validation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+import time
+from typing import TypeAlias
+
+from forge_mlx._text import count
+from forge_mlx.data.example_cache import Item
+from forge_mlx.data.example_config import ExampleConfig
+from forge_mlx.data.example_reader import ReadExamples, described, read_examples, with_template
+from forge_mlx.data.example_rows import ExampleRows, ExampleTokens, PaddedRows
+from forge_mlx.data.hub_tokenizer import HubTokenizer
+from forge_mlx.data.preference_rows import PreferenceRows
+
+AnyRows: TypeAlias = ExampleRows | PaddedRows | PreferenceRows
+
+
+@dataclass(frozen=True)
+class ExampleFacts:
+    """What some examples hold; `dataclasses.asdict` gives plain JSON values.
+
+    Attributes:
+        source: the config's source.
+        format: the config's format.
+        files: files read.
+        examples: examples read, of both splits.
+        read_as: how many had another common spelling, by its name.
+        train_examples, valid_examples: examples of each split, without those that were dropped.
+        train_tokens, valid_tokens: their tokens.
+        train_targets, valid_targets: those that are learnt, or measured.
+        mean_tokens, longest_tokens: tokens of an example of either split, before any is dropped or split.
+        too_long: examples that need more than a row.
+        dropped: those of them that were left out.
+        split: those of them that were cut.
+        pieces: how many pieces with a target these became.
+        left_out_pieces: how many pieces without one.
+        row_length: positions of a training row.
+        train_rows: rows of an epoch; of preference pairs, two for each.
+        fill: share of their positions that is no padding.
+        from_cache: whether the tokens were there already.
+        seconds: what preparing took this time.
+    """
+
+    source: list[str]
+    format: str
+    files: int
+    examples: int
+    read_as: dict[str, int]
+    train_examples: int
+    valid_examples: int
+    train_tokens: int
+    valid_tokens: int
+    train_targets: int
+    valid_targets: int
+    mean_tokens: float
+    longest_tokens: int
+    too_long: int
+    dropped: int
+    split: int
+    pieces: int
+    left_out_pieces: int
+    row_length: int
+    train_rows: int
+    fill: float
+    from_cache: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PreparedExamples:
+    """Examples that are ready for training.
+
+    Attributes:
+        tokenizer: with the chat template that was used.
+        train: rows for `BatchStream`.
+        valid: rows for `eval_batches`.
+        facts: counts of both.
+    """
+
+    tokenizer: HubTokenizer
+    train: AnyRows
+    valid: AnyRows
+    facts: ExampleFacts
+
+
+def prepare_examples(
+    config: ExampleConfig, tokenizer: HubTokenizer, *, seq_len: int, log: Callable[[str], None]
+) -> PreparedExamples:
+    """Read the examples, tokenise them with their loss masks, and lay both splits out in rows.
+
+    All is held in memory, 5 bytes a token, twice while it is laid out. Tokens and masks are kept in the cache under a
+    hash of the files' contents, of the settings and of the tokenizer; when they are there, only the files' contents are
+    hashed again.
+
+    Args:
+        config: the `data:` section.
+        tokenizer: the model's.
+        seq_len: the longest row, in positions.
+        log: takes one line of text for everything that a person should know.
+
+    Raises:
+        ValueError: a file cannot be read, examples are malformed, too few or, with `truncate: error`, too long.
+        OSError: there is no folder for the cache, because the user has no home.
+    """
+    if seq_len < 1:
+        raise ValueError(f"[data] seq_len must be at least 1 but got {seq_len}.")
+    started = time.monotonic()
+    tokenizer = with_template(config, tokenizer)
+    found = read_examples(config, tokenizer, log=log)
+    items = found.train + found.valid
+    too_long = [item for item in items if item.num_inputs > seq_len]
+    if too_long and config.truncate == "error":
+        raise ValueError(too_long_message(too_long, len(items), seq_len, config))
+    splits = [found.train, found.valid]
+    if config.truncate == "drop":
+        splits = [_that_fit(split, seq_len, name) for split, name in zip(splits, ("train", "valid"), strict=True)]
+    train, valid = (build_rows(split, config, seq_len) for split in splits)
+    facts = _facts(config, found, splits, (train, valid), seq_len, time.monotonic() - started)
+    _log_facts(facts, seq_len, log)
+    return PreparedExamples(tokenizer, train, valid, facts)
+
+
+def build_rows(items: list[Item], config: ExampleConfig, seq_len: int) -> AnyRows:
+    """The rows of some examples, in the layout that the config asks for."""
+    tokens = ExampleTokens.of(text for item in items for text in item.texts)
+    if config.format == "preference":
+        return PreferenceRows(tokens, seq_len)
+    return ExampleRows(tokens, seq_len) if config.packing else PaddedRows(tokens, seq_len)
+
+
+def too_long_message(too_long: list[Item], total: int, seq_len: int, config: ExampleConfig) -> str:
+    """What is wrong with examples that need more than a row, and what to do."""
+    needed = max(item.num_inputs for item in too_long)
+    others = "drop" if config.format == "preference" else "drop or split"
+    return (
+        f"[data] with truncate: error all examples must fit into train.seq_len, {seq_len:,}, but {len(too_long):,} of "
+        f"{total:,} do not, {described(too_long)}. Raise train.seq_len to {needed:,}, or set data.truncate to "
+        f"{others}."
+    )
+
+
+def _that_fit(items: list[Item], seq_len: int, split: str) -> list[Item]:
+    kept = [item for item in items if item.num_inputs <= seq_len]
+    if not kept:
+        raise ValueError(
+            f"[data] truncate: drop must leave examples but all {len(items):,} of the {split} split are longer than "
+            f"train.seq_len, {seq_len:,}, {described(items)}. Raise train.seq_len."
+        )
+    return kept
+
+
+def _facts(
+    config: ExampleConfig,
+    found: ReadExamples,
+    splits: list[list[Item]],
+    rows: tuple[AnyRows, AnyRows],
+    seq_len: int,
+    seconds: float,
+) -> ExampleFacts:
+    items = found.train + found.valid
+    lengths = [len(text.ids) for item in items for text in item.texts]
+    too_long = sum(item.num_inputs > seq_len for item in items)
+    split = too_long if config.truncate == "split" else 0
+    train, valid = rows
+    train_rows = train.num_rows * train.group_size
+    return ExampleFacts(
+        source=config.source,
+        format=config.format,
+        files=found.files,
+        examples=len(items),
+        read_as=found.spellings,
+        train_examples=len(splits[0]),
+        valid_examples=len(splits[1]),
+        train_tokens=train.tokens.num_tokens,
+        valid_tokens=valid.tokens.num_tokens,
+        train_targets=train.num_targets,
+        valid_targets=valid.num_targets,
+        mean_tokens=round(sum(lengths) / len(lengths), 1),
+        longest_tokens=max(lengths),
+        too_long=too_long,
+        dropped=len(items) - sum(map(len, splits)),
+        split=split,
+        pieces=train.num_pieces + valid.num_pieces - (len(items) - split) if split else 0,
+        left_out_pieces=train.left_out + valid.left_out,
+        row_length=train.seq_len,
+        train_rows=train_rows,
+        fill=train.num_positions / (train_rows * train.seq_len),
+        from_cache=found.from_cache,
+        seconds=round(seconds, 3),
+    )
+
+
+def _log_facts(facts: ExampleFacts, seq_len: int, log: Callable[[str], None]) -> None:
+    if facts.dropped:
+        log(f"left out as longer than {seq_len:,} tokens: {facts.dropped:,} of {count(facts.examples, 'example')}")
+    if facts.split:
+        left_out = facts.left_out_pieces
+        more = f"; {count(left_out, 'piece')} without a token to learn left out" if left_out else ""
+        log(
+            f"split as longer than {seq_len:,} tokens: {count(facts.split, 'example')} into "
+            f"{count(facts.pieces, 'piece')}, each a text of its own{more}"
+        )
+    log(
+        f"data: {count(facts.train_examples, 'example')} to train on ({facts.train_targets:,} of their "
+        f"{facts.train_tokens:,} tokens are learnt), {facts.valid_examples:,} to validate; {facts.mean_tokens:,.0f} "
+        f"tokens each on average, {facts.longest_tokens:,} the longest; {count(facts.train_rows, 'row')} of "
+        f"{facts.row_length:,}, {100 * facts.fill:.0f} % full; {'from the cache' if facts.from_cache else 'read'} in "
+        f"{facts.seconds:.1f} s"
+    )

@@ -1,0 +1,135 @@
+"""What the files of a Hugging Face tokenizer say: tokens added late, those that begin and end a text, the template."""
+
+from collections.abc import Iterable, Mapping
+import json
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def json_file(files: Mapping[str, bytes], file: str, name: str) -> dict[str, Any]:
+    """The JSON object in a file; an empty one without the file.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    try:
+        content = json.loads(files.get(file, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"[hub_tokenizer] {file} of {name} must be JSON but got: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"[hub_tokenizer] {file} of {name} must be a JSON object but got {type(content).__name__}.")
+    return content
+
+
+def load_backend(files: Mapping[str, bytes], config: Mapping[str, Any], name: str) -> Tokenizer:
+    """The tokenizer of `tokenizer.json` with the tokens that `tokenizer_config.json` adds to it.
+
+    Raises:
+        ValueError: there is no such file, it is broken, or a token's id is not the one that the files say.
+    """
+    if "tokenizer.json" not in files:
+        others = [file for file in ("tokenizer.model", "vocab.json") if file in files]
+        raise ValueError(
+            f"[hub_tokenizer] {name} must have a tokenizer.json but has {f'only {others[0]}' if others else 'none'}. "
+            "Write one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+        )
+    declared = json_file(files, "tokenizer.json", name)
+    try:
+        backend = Tokenizer.from_buffer(files["tokenizer.json"])
+    except ValueError as error:
+        raise ValueError(f"[hub_tokenizer] tokenizer.json of {name} must be a tokenizer but got: {error}.") from error
+    backend.no_truncation()
+    backend.no_padding()
+    expected = {entry["id"]: entry["content"] for entry in declared.get("added_tokens") or []}
+    for token, entry in _late_tokens(config, name).items():
+        if token not in expected:
+            backend.add_tokens([entry])
+            expected[token] = entry.content
+    # The library numbers added tokens anew where their ids leave a gap behind the vocabulary.
+    for token, text in expected.items():
+        if (found := backend.token_to_id(text)) != token:
+            raise ValueError(
+                f"[hub_tokenizer] the added token {text!r} of {name} must get the id {token} that its files say but "
+                f"gets {found}. Repair the files: ids of added tokens must follow on the vocabulary without a gap."
+            )
+    return backend
+
+
+def _late_tokens(config: Mapping[str, Any], name: str) -> dict[int, AddedToken]:
+    try:
+        listed = {int(token): dict(entry) for token, entry in (config.get("added_tokens_decoder") or {}).items()}
+        return {
+            token: AddedToken(**{key: value for key, value in listed[token].items() if not key.startswith("_")})
+            for token in sorted(listed)
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"[hub_tokenizer] added_tokens_decoder in tokenizer_config.json of {name} must map ids to tokens but got: "
+            f"{error}."
+        ) from error
+
+
+def special_names(config: Mapping[str, Any], special: Mapping[str, Any]) -> dict[str, str]:
+    """`eos_token` and the like -> the token's text, by the tokenizer's settings, else by `special_tokens_map.json`."""
+    names: dict[str, str] = {}
+    for role in _ROLES:
+        for source in (config, special):
+            value = source.get(role)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                names.setdefault(role, text)
+    return names
+
+
+def mark_special(backend: Tokenizer, names: Iterable[str]) -> None:
+    """A token of the vocabulary that the settings name is special, though `tokenizer.json` does not say so."""
+    known = {entry.content for entry in backend.get_added_tokens_decoder().values() if entry.special}
+    backend.add_special_tokens([text for text in names if text not in known and backend.token_to_id(text) is not None])
+
+
+def end_ids(backend: Tokenizer, eos: str | None, generation: Mapping[str, Any], name: str) -> list[int]:
+    """The end tokens: the one that is named `eos_token`, then those of `generation_config.json`.
+
+    Raises:
+        ValueError: there are none, or the first is no token.
+    """
+    listed = generation.get("eos_token_id")
+    ids = [token for token in (listed if isinstance(listed, list) else [listed]) if isinstance(token, int)]
+    if eos is not None and (token := backend.token_to_id(eos)) is not None:
+        ids.insert(0, token)
+    if not ids or backend.id_to_token(ids[0]) is None:
+        named = f"eos_token {eos!r}, which is no token" if eos is not None else "no eos_token"
+        listed_ids = f" and eos_token_id {listed}, which is none" if ids else ""
+        raise ValueError(
+            f"[hub_tokenizer] {name} must name its end token but got {named}{listed_ids}. "
+            "Set eos_token in tokenizer_config.json."
+        )
+    return ids
+
+
+def begin_ids(backend: Tokenizer) -> list[int]:
+    """What `tokenizer.json` puts before a text. Beside one, `add_bos_token` has no say in transformers either."""
+    encoded = backend.encode("a", add_special_tokens=True)
+    count = next((at for at, special in enumerate(encoded.special_tokens_mask) if not special), 0)
+    return list(encoded.ids[:count])
+
+
+def find_template(files: Mapping[str, bytes], config: Mapping[str, Any], name: str) -> str | None:
+    """The chat template, as transformers finds it: a file of its own goes first; of several, the default one.
+
+    Raises:
+        ValueError: the file is not UTF-8.
+    """
+    if "chat_template.jinja" in files:
+        try:
+            return files["chat_template.jinja"].decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"[hub_tokenizer] chat_template.jinja of {name} must be UTF-8 but is not.") from error
+    template = json_file(files, "chat_template.json", name).get("chat_template", config.get("chat_template"))
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None

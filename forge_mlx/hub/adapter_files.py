@@ -1,0 +1,206 @@
+"""Adapters of a model to files and back, in the layout that mlx-lm reads and writes."""
+
+import difflib
+import math
+from pathlib import Path
+from typing import Any, Final
+
+from forge_mlx.hub.adapter_folder import CONFIG_FILE, PARTS, WEIGHTS_FILE, AdapterFolder, read_folder, write_folder
+from forge_mlx.hub.errors import HubError
+from forge_mlx.hub.families.layout import Layout
+from forge_mlx.hub.families.registry import family_for
+from forge_mlx.models.adapter_config import AdapterConfig
+from forge_mlx.models.adapter_targets import block_of, num_blocks
+from forge_mlx.models.adapters import adapted_layers, add_adapters
+from forge_mlx.models.gpt import GPT
+from forge_mlx.nn.adapted_base import Kind, kind_of, weight_shape
+import mlx.core as mx
+from mlx.utils import tree_unflatten
+from pydantic import ValidationError
+
+_NAMED: Final = 3
+
+
+def save_adapters(folder: Path, model: GPT, config: AdapterConfig, base: str) -> None:
+    """Write `adapters.safetensors` and `adapter_config.json`.
+
+    `mlx_lm.load(base, adapter_path=folder)` then computes what the model does. Modules have the names that mlx-lm gives
+    them in the model's family. Where mlx-lm has one layer for several of ours, as GPT-2's q, k and v, they have our
+    names behind `model.`, and mlx-lm refuses them.
+
+    Args:
+        folder: Where to: new or empty.
+        model: With adapters, of one rank and scale.
+        config: What they were made with.
+        base: Path or hub id of the model without them.
+
+    Raises:
+        HubError: The model has no adapters, or others than the config says, or something is in the folder.
+        OSError: A file cannot be written.
+    """
+    layers = adapted_layers(model)
+    if not layers:
+        raise HubError("[save_adapters] model must have adapters but has none. Call add_adapters first.")
+    for name, layer in layers:
+        if (layer.adapter.rank, layer.adapter.scale) != (config.rank, config.scale) or ("m" in layer) != (
+            config.method == "dora"
+        ):
+            raise HubError(
+                f"[save_adapters] config must be the one that the adapters were made with but that of {name} has "
+                f"{layer._extra_repr()}. Give that one."
+            )
+    places = module_places(model)
+    modules = {name: {part: layer[part] for part in PARTS if part in layer} for name, layer in layers}
+    keys, num_layers = _keys([name for name, _ in layers], places)
+    content = AdapterFolder(
+        {places[name]: parts for name, parts in modules.items()},
+        "dora" if config.method == "dora" else "lora",
+        config.rank,
+        config.scale,
+        config.dropout,
+        base,
+        {"adapter": config.model_dump(mode="json")},
+    )
+    write_folder(folder, content, keys=keys, num_layers=num_layers)
+
+
+def load_adapters(folder: Path, model: GPT) -> AdapterConfig:
+    """Put saved adapters into a model: those of `save_adapters`, or of mlx-lm's own training.
+
+    Args:
+        folder: With `adapters.safetensors` and `adapter_config.json`.
+        model: Without adapters; changed in place, as by `add_adapters`.
+
+    Returns:
+        What they are; `targets` are the names of the layers.
+
+    Raises:
+        HubError: A file is missing or damaged, or does not fit the model; nothing is changed then.
+    """
+    content, file = read_folder(folder), folder / WEIGHTS_FILE
+    found = {_own_name(name, model, file): parts for name, parts in content.tensors.items()}
+    if len(found) < len(content.tensors):
+        raise HubError(f"{file}: two adapters must not be of one layer but {len(content.tensors)} are of {len(found)}.")
+    _check_shapes(found, model, file, content.rank)
+    config = _config(content, sorted(found), folder / CONFIG_FILE)
+    try:
+        add_adapters(model, config, seed=0)
+    except ValueError as error:
+        raise HubError(f"{file}: {error}") from None
+    arrays = [(f"{name}.{part}", array) for name, parts in found.items() for part, array in parts.items()]
+    model.update(tree_unflatten([(name, array.astype(mx.float32)) for name, array in arrays]))
+    return config
+
+
+def module_places(model: GPT) -> dict[str, str]:
+    """What mlx-lm calls each layer that can have an adapter, by our name; adapted layers are one each.
+
+    Args:
+        model: Any model.
+    """
+    adapted = dict(adapted_layers(model))
+    names = [
+        name
+        for name, module in sorted(model.named_modules())
+        if name in adapted or (kind_of(module) is not None and name.rpartition(".")[0] not in adapted)
+    ]
+    layout = _layout(model)
+    places = {name: layout.module(name, coded=True) for name in names}
+    taken = list(places.values())
+    return {
+        name: place if taken.count(place) == 1 else Layout().module(name, coded=True) for name, place in places.items()
+    }
+
+
+def _layout(model: GPT) -> Layout:
+    try:
+        return family_for(model.config).layout
+    except HubError:
+        # A model of no family has a folder of forge-mlx's alone, and Llama's names.
+        return Layout()
+
+
+def _own_name(place: str, model: GPT, file: Path) -> str:
+    layout = _layout(model)
+    ours = {layout.bare(each): name for name, each in module_places(model).items()}
+    found = ours.get(layout.bare(place))
+    if found is None:
+        near = difflib.get_close_matches(layout.bare(place), list(ours), n=1, cutoff=0.4)
+        raise HubError(
+            f"{file}: each adapter must be of a layer of the model but there is one of {place}"
+            f"{f', nearest to {near[0]}' if near else ''}. Is it of another model?"
+        )
+    return found
+
+
+def _check_shapes(found: dict[str, Any], model: GPT, file: Path, rank: int) -> None:
+    modules = dict(model.named_modules())
+    problems = []
+    for name, parts in found.items():
+        kind = kind_of(modules[name])
+        assert kind is not None
+        wanted = _shapes(kind, weight_shape(modules[name]), rank)
+        problems += [
+            f"{name}.{part} {array.shape} instead of {wanted[part]}"
+            for part, array in parts.items()
+            if array.shape != wanted[part]
+        ]
+    if problems:
+        more = f" and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        raise HubError(f"{file}: shapes must fit the model but there are {'; '.join(problems[:_NAMED])}{more}.")
+
+
+def _shapes(kind: Kind, weight: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
+    out, columns = weight[-2:]
+    if kind == "experts":
+        return {"lora_a": (weight[0], rank, columns), "lora_b": (weight[0], out, rank), "m": ()}
+    if kind == "embedding":
+        return {"lora_a": (out, rank), "lora_b": (rank, columns), "m": (out,)}
+    return {"lora_a": (columns, rank), "lora_b": (rank, out), "m": (out,)}
+
+
+def _config(content: AdapterFolder, names: list[str], file: Path) -> AdapterConfig:
+    """What adapters are; rslora only where forge-mlx has noted it, as mlx-lm knows the scale alone."""
+    noted = content.own.get("adapter")
+    method = noted.get("method") if isinstance(noted, dict) else None
+    is_rslora = method == "rslora" and content.fine_tune_type == "lora"
+    alpha = content.scale * (math.sqrt(content.rank) if is_rslora else content.rank)
+    try:
+        return AdapterConfig(
+            method="rslora" if is_rslora else "dora" if content.fine_tune_type == "dora" else "lora",
+            rank=content.rank,
+            alpha=alpha,
+            dropout=content.dropout,
+            targets=names,
+        )
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        raise HubError(f"{file}: describes no adapters: {'; '.join(problems)}.") from None
+
+
+def _keys(chosen: list[str], places: dict[str, str]) -> tuple[list[str], int]:
+    """What mlx-lm is to be told: which modules get adapters, and in how many of the last blocks.
+
+    Names in a block, as mlx-lm writes them itself, where the same modules of each of the last blocks are chosen; else
+    whole names.
+    """
+    total = num_blocks(list(places))
+    blocks = {block for name in chosen if (block := block_of(name)) is not None}
+    first = min(blocks, default=total)
+    inside = {name: _inside(name, places[name]) for name in places}
+    keys = {key for name in chosen if (key := inside[name]) is not None}
+    expected = {
+        name for name, key in inside.items() if key in keys and (block := block_of(name)) is not None and block >= first
+    }
+    in_blocks = {name for name in chosen if block_of(name) is not None}
+    if expected == in_blocks:
+        elsewhere = [places[name] for name in chosen if name not in in_blocks]
+        return [*sorted(keys), *elsewhere], total - first
+    return [places[name] for name in chosen], total - first
+
+
+def _inside(name: str, place: str) -> str | None:
+    """The name of a module inside its block; None: it is in none, or its place is not numbered as its block is."""
+    block = block_of(name)
+    _, found, inside = place.partition(f".{block}.")
+    return inside if block is not None and found else None

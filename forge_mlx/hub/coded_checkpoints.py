@@ -1,0 +1,158 @@
+"""Checkpoints of codes as mlx-lm writes them: `quantization` in config.json, and `scales` beside weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from forge_mlx.hub.errors import HubError
+from forge_mlx.hub.families.layout import Layout
+from forge_mlx.kernels.quantize.options import Mode, Options, checked_options
+from forge_mlx.nn.quantized import MLX_MODES, QUANTIZABLE, Packed, WeightFormat, coded_layer
+from forge_mlx.nn.router import Router
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+_PARTS: Final = ("weight", "scales", "biases")
+_KEYS: Final = {"group_size", "bits", "mode"}
+# What MLX's formats with scales of a byte have: bits of a code and group size.
+_OF_BYTE_SCALES: Final = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
+_WORD_BITS: Final = 32
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What config.json says of codes.
+
+    Attributes:
+        layers: Module, without what stands before its name -> its format, or False where it is float. Others have the
+            format that their shapes tell, as in mlx-lm.
+        where: What errors call it.
+    """
+
+    layers: Mapping[str, Options | bool]
+    where: str
+
+
+def read_quantization(values: Mapping[str, Any], layout: Layout, where: str) -> Quantization | None:
+    """`quantization` of a config.json; None where it has none.
+
+    Args:
+        values: The keys of config.json.
+        layout: The family's.
+        where: What errors call it: the file.
+
+    Raises:
+        HubError: It is of another kind than mlx-lm's, or says something that is no format of MLX's.
+    """
+    said = values.get("quantization")
+    if said is None:
+        other = values.get("quantization_config")
+        if other is None:
+            return None
+        if not isinstance(other, dict) or "quant_method" in other or not {"group_size", "bits"} <= other.keys():
+            method = other.get("quant_method") if isinstance(other, dict) else other
+            raise HubError(
+                f"{where}: quantization_config must be mlx-lm's, with group_size, bits and mode, but is of {method!r}. "
+                "Get the float checkpoint."
+            )
+        said = other
+    if not isinstance(said, dict):
+        raise HubError(f"{where}: quantization must be an object but got {said!r}.")
+    _options({key: said[key] for key in said.keys() & _KEYS}, f"{where}: quantization")
+    layers: dict[str, Options | bool] = {}
+    for name, entry in said.items():
+        if isinstance(entry, dict):
+            layers[layout.bare(name)] = _options(entry, f"{where}: quantization.{name}")
+        elif isinstance(entry, bool):
+            layers[layout.bare(name)] = entry
+        elif name not in _KEYS:
+            raise HubError(f"{where}: quantization.{name} must be an object, true or false but got {entry!r}.")
+    return Quantization(layers, where)
+
+
+def put_codes(
+    model: nn.Module, layout: Layout, quantization: Quantization, tensors: dict[str, mx.array], dtype: mx.Dtype
+) -> int:
+    """Replace the layers of which a checkpoint has codes; routers, whose weights stay float here, get theirs decoded.
+
+    Args:
+        model: A float model, changed in place.
+        layout: The family's.
+        quantization: What config.json says.
+        tensors: Those of the checkpoint by their names without a prefix; codes of routers are replaced by weights.
+        dtype: What the floats of the model are.
+
+    Returns:
+        How many routers were decoded.
+
+    Raises:
+        HubError: The arrays of a layer fit no format, or another than config.json says.
+    """
+    decoded, replaced = 0, []
+    for name, layer in list[tuple[str, nn.Module]](model.named_modules()):
+        if not isinstance(layer, (*QUANTIZABLE, Router)):
+            continue
+        pieces = layout.pieces(f"{name}.scales", tensors)
+        piece = next((each for each in pieces if all(part in tensors for part in each.names)), None)
+        said = quantization.layers.get(layout.place(name))
+        if piece is None or said is False:
+            continue
+        parts = {part: tensors.get(piece.names[0].removesuffix("scales") + part) for part in _PARTS}
+        options = _format_of(layer.weight.shape[-1], parts, said, f"{quantization.where}: {layout.place(name)}")
+        if isinstance(layer, Router):
+            _decode(tensors, piece.names[0].removesuffix(".scales"), parts, options, dtype)
+            decoded += 1
+        else:
+            replaced.append((name, coded_layer(layer, None, WeightFormat(options, dtype))))
+    model.update_modules(cast(dict[str, Any], tree_unflatten(replaced)))
+    return decoded
+
+
+def _options(entry: Mapping[str, Any], where: str) -> Options:
+    unknown = sorted(entry.keys() - _KEYS)
+    if unknown:
+        raise HubError(f"{where}.{unknown[0]} must be left out: a format has only {', '.join(sorted(_KEYS))}.")
+    mode = entry.get("mode", "affine")
+    if mode not in MLX_MODES:
+        raise HubError(f"{where}.mode must be among {', '.join(MLX_MODES)} but got {mode!r}.")
+    try:
+        return checked_options("quantization", cast(Mode, mode), entry.get("bits"), entry.get("group_size"), None)
+    except ValueError as error:
+        raise HubError(f"{where}: {str(error).removeprefix('[quantization] ')}") from None
+
+
+def _format_of(width: int, parts: Mapping[str, mx.array | None], said: Options | bool | None, where: str) -> Options:
+    """The format that the shapes of codes and scales tell, which must be the one that config.json says of them."""
+    weight, scales = parts["weight"], parts["scales"]
+    if weight is None or scales is None or weight.dtype != mx.uint32 or not scales.ndim or not scales.shape[-1]:
+        raise HubError(
+            f"{where}: codes must be a uint32 weight with scales but there is another thing. Convert it anew."
+        )
+    bits, group_size = weight.shape[-1] * _WORD_BITS // width, width // scales.shape[-1]
+    mode = "affine" if scales.dtype != mx.uint8 else _OF_BYTE_SCALES.get((bits, group_size), "unknown")
+    try:
+        found = checked_options("quantization", cast(Mode, mode), bits, group_size, None)
+    except ValueError:
+        raise HubError(
+            f"{where}: codes must be of one of MLX's formats but have {bits} bits in groups of {group_size}, scales in "
+            f"{scales.dtype}, for a width of {width}."
+        ) from None
+    if isinstance(said, Options) and said != found:
+        raise HubError(
+            f"{where}: codes must be of the format that quantization says, {said.mode} of {said.bits} bits in groups "
+            f"of {said.group_size}, but have {found.bits} bits in groups of {found.group_size}, {found.mode}."
+        )
+    return found
+
+
+def _decode(
+    tensors: dict[str, mx.array], module: str, parts: Mapping[str, mx.array | None], options: Options, dtype: mx.Dtype
+) -> None:
+    weight, scales = parts["weight"], parts["scales"]
+    assert weight is not None
+    assert scales is not None
+    made = WeightFormat(options, dtype).values(Packed(weight, scales, parts["biases"]))
+    for part in _PARTS:
+        tensors.pop(f"{module}.{part}", None)
+    tensors[f"{module}.weight"] = made

@@ -1,0 +1,175 @@
+"""Models as Hugging Face folders, which mlx-lm and transformers open."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+import json
+from pathlib import Path
+import sys
+from typing import Any, Final
+
+from forge_mlx.data.hub_tokenizer import HubTokenizer
+from forge_mlx.data.tokenizer import Tokenizer
+from forge_mlx.hub.errors import HubError
+from forge_mlx.hub.families.family import Family, different_fields
+from forge_mlx.hub.families.registry import describe, family_for
+from forge_mlx.hub.new_folder import new_folder
+from forge_mlx.hub.savable import QUANTIZED, require_savable
+from forge_mlx.hub.shards import write_shards
+from forge_mlx.hub.tokenizer_files import tokenizer_files
+from forge_mlx.hub.weights import ALWAYS_FLOAT32
+from forge_mlx.metal.dtypes import dtype_name
+from forge_mlx.models.gpt import GPT
+from forge_mlx.nn.parameters import named_arrays
+import mlx.core as mx
+import mlx.nn as nn
+
+MAX_SHARD_BYTES: Final = 5_000_000_000
+"""Largest size of a file of weights, that of transformers."""
+_CALLER: Final = "save_pretrained"
+_FORMAT_KEYS: Final = ("group_size", "bits", "mode")
+# Keys of a source that tell how its own files are stored.
+_OF_FILES: Final = {"quantization", "quantization_config", "dtype", "torch_dtype"}
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def save_pretrained(
+    folder: Path,
+    model: GPT,
+    tokenizer: HubTokenizer | Tokenizer,
+    *,
+    source: Mapping[str, Any] | None = None,
+    generation: Mapping[str, Any] | None = None,
+    dtype: mx.Dtype | None = None,
+    texts_begin_with_end: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    log: Callable[[str], None] = _to_stderr,
+) -> dict[str, Any]:
+    """Write a folder that `mlx_lm.load` opens, and where nothing is quantised `transformers` too.
+
+    The family is that of the source where it can say what the model computes, else the first that can. Codes of
+    quantised layers are written as they are; their group size, bits and mode `config.json` names under `quantization`
+    as mlx-lm does. Tokens have the ids of `tokenizer`. All of it is written
+    beside the folder first, which a full disk so cannot leave half written.
+
+    Args:
+        folder: Where to: new or empty.
+        model: A `GPT` or an `MoE`, float or converted by `convert_qat` or `mlx.nn.quantize`.
+        tokenizer: The model's.
+        source: config.json of the checkpoint that the model comes from: what still holds of it is kept.
+        generation: generation_config.json; None: the tokenizer's, else its tokens.
+        dtype: What floats are rounded to, scales of codes too; None: they are written as they are. Biases that steer a
+            router stay float32.
+        texts_begin_with_end: For a SentencePiece tokenizer: whether the end token stood before every text that the
+            model was trained on; then the written tokenizer puts it there.
+        max_shard_bytes: Largest size of a file of weights; more of them have an index.
+        log: Told in one line what mlx-lm does not read of the folder.
+
+    Returns:
+        What `config.json` says.
+
+    Raises:
+        ValueError: No family can say what the model computes, the tokenizer is not the model's or cannot be written, or
+            something is in the folder, or it cannot be made. Nothing is written then.
+        OSError: A file cannot be written.
+    """
+    family, config = _shape(model, source)
+    modules = require_savable(model)
+    _require_tokens(tokenizer, config["vocab_size"])
+    arrays = {name: _cast(name, array, dtype) for name, array in named_arrays(model.parameters())}
+    quantization = _quantization(modules, family)
+    # Lists, so that what a layout refuses is refused before anything is written.
+    tensors = list(family.layout.written(arrays, coded=bool(quantization)))
+    if isinstance(tokenizer, HubTokenizer):
+        tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.end_id, "pad_token_id": None}
+        files: dict[str, Any] = dict(tokenizer.files)
+        config = tokens | config
+    else:
+        end = tokenizer.end_id
+        tokens = {"bos_token_id": end if texts_begin_with_end else None, "eos_token_id": end, "pad_token_id": None}
+        files = dict(
+            tokenizer_files(tokenizer, max_seq_len=model.config.max_seq_len, texts_begin_with_end=texts_begin_with_end)
+        )
+        config |= tokens
+    if generation is not None or "generation_config.json" not in files:
+        files["generation_config.json"] = tokens if generation is None else dict(generation)
+    config["dtype"] = _dtype(arrays)
+    if quantization:
+        # The second is what transformers looks at: it refuses the folder then, where it would read codes as weights.
+        config |= {"quantization": quantization, "quantization_config": quantization}
+    with new_folder(folder, _CALLER) as begun:
+        write_shards(begun, tensors, max_shard_bytes)
+        for name, content in {**files, "config.json": config}.items():
+            _write(begun / name, content)
+    _warn_of_mlx_lm(model, family, log)
+    return config
+
+
+def _shape(model: GPT, source: Mapping[str, Any] | None) -> tuple[Family, dict[str, Any]]:
+    """The family, and the keys of config.json that do not depend on how arrays are stored."""
+    if not source:
+        family = family_for(model.config)
+        return family, family.write_config(model.config)
+    described = describe(source, f"[{_CALLER}] source")
+    family = described.family
+    kept = {key: value for key, value in described.values.items() if key not in _OF_FILES}
+    if type(described.config) is type(model.config) and not different_fields(model.config, described.config):
+        # Whatever it says of the shape is true; older readers may need the keys that it leaves out.
+        return family, {**family.write_config(model.config), **kept, **family.constants}
+    if family.differences(model.config):
+        family = family_for(model.config)
+    unknown = {key: value for key, value in kept.items() if key in described.unknown}
+    return family, {**unknown, **family.write_config(model.config)}
+
+
+def _require_tokens(tokenizer: HubTokenizer | Tokenizer, vocab_size: int) -> None:
+    if tokenizer.vocab_size > vocab_size:
+        raise HubError(
+            f"[{_CALLER}] the tokenizer must be the model's, of at most {vocab_size} tokens, but has "
+            f"{tokenizer.vocab_size}. Give the one that the model was trained with."
+        )
+
+
+def _quantization(modules: Mapping[str, nn.Module], family: Family) -> dict[str, Any]:
+    """The most frequent format, and by module those that have another; empty for a float model."""
+    formats = {
+        family.layout.module(name, coded=True): (module.group_size, module.bits, module.mode)
+        for name, module in modules.items()
+        if type(module) in QUANTIZED
+    }
+    if not formats:
+        return {}
+    (most, _), *_ = Counter(formats.values()).most_common(1)
+    others = {name: dict(zip(_FORMAT_KEYS, each, strict=True)) for name, each in formats.items() if each != most}
+    return dict(zip(_FORMAT_KEYS, most, strict=True)) | others
+
+
+def _cast(name: str, array: mx.array, dtype: mx.Dtype | None) -> mx.array:
+    if dtype is None or name.endswith(ALWAYS_FLOAT32) or not mx.issubdtype(array.dtype, mx.floating):
+        return array
+    return array.astype(dtype)
+
+
+def _dtype(arrays: Mapping[str, mx.array]) -> str:
+    """The dtype of the floats; of several, the first of float32, bfloat16 and float16."""
+    found = {array.dtype for name, array in arrays.items() if not name.endswith(ALWAYS_FLOAT32)}
+    for dtype in (mx.float32, mx.bfloat16, mx.float16):
+        if dtype in found:
+            return dtype_name(dtype)
+    raise HubError(f"[{_CALLER}] the model must have float parameters but has none. Give a whole model.")
+
+
+def _write(file: Path, content: Any) -> None:
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _warn_of_mlx_lm(model: GPT, family: Family, log: Callable[[str], None]) -> None:
+    fields = type(model.config).model_fields
+    ignored = [name for name in family.ignored_by_mlx_lm if getattr(model.config, name) != fields[name].default]
+    if ignored:
+        log(f"mlx-lm 0.32 does not read {' and '.join(ignored)} of a {family.model_type}: there it computes without")

@@ -1,0 +1,54 @@
+"""A model's tensors in safetensors files of a limited size, with the index that finds them."""
+
+from collections.abc import Iterable
+import json
+from pathlib import Path
+from typing import Final
+
+import mlx.core as mx
+
+_SINGLE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+
+
+def write_shards(folder: Path, tensors: Iterable[tuple[str, mx.array]], max_bytes: int) -> None:
+    """Write `model.safetensors`, or shards in the order of the tensors with their index.
+
+    Args:
+        folder: Where to.
+        tensors: Name and array.
+        max_bytes: Largest size of a shard's data; a tensor that is larger has a shard of its own.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    shards = _shards(tensors, max_bytes)
+    if len(shards) == 1:
+        _write(folder / _SINGLE, shards[0])
+        return
+    places = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write(folder / name, shard)
+        places.update(dict.fromkeys(shard, name))
+    total = sum(array.nbytes for shard in shards for array in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def _shards(tensors: Iterable[tuple[str, mx.array]], max_bytes: int) -> list[dict[str, mx.array]]:
+    shards: list[dict[str, mx.array]] = [{}]
+    used = 0
+    for name, array in tensors:
+        if shards[-1] and used + array.nbytes > max_bytes:
+            shards.append({})
+            used = 0
+        shards[-1][name] = array
+        used += array.nbytes
+    return shards
+
+
+def _write(file: Path, tensors: dict[str, mx.array]) -> None:
+    # Through Python's file: MLX's own writer does not say why it failed.
+    with file.open("wb") as opened:
+        mx.save_safetensors(opened, tensors, {"format": "mlx"})

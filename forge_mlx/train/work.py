@@ -1,0 +1,181 @@
+"""What a run trains, and on what: model, tokenizer, rows of text, prompts, made as the config says."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forge_mlx.data.config import DataConfig
+from forge_mlx.data.example_config import ExampleConfig
+from forge_mlx.data.prepare import DataFacts, PreparedData, prepare
+from forge_mlx.data.prepare_examples import ExampleFacts, prepare_examples
+from forge_mlx.data.stream import Rows, TrainingRows, training_rows, validation_rows
+from forge_mlx.data.text_tokenizer import TextTokenizer
+from forge_mlx.hub.pretrained import Pretrained, load_pretrained
+from forge_mlx.models.adapters import add_adapters
+from forge_mlx.models.decoder_config import DecoderConfig
+from forge_mlx.models.dequantize import dequantize_layers
+from forge_mlx.models.gpt import GPT
+from forge_mlx.models.qat import convert_qat, prepare_qat, set_fake_quant
+from forge_mlx.models.registry import build_model
+from forge_mlx.nn.adapted_base import holds_codes
+from forge_mlx.train.config import TrainConfig, shape_problems
+from forge_mlx.train.device import Placement
+from forge_mlx.train.pretrained_config import PretrainedConfig
+from forge_mlx.train.prompts import Prompt, corpus_prompt, example_prompts
+import mlx.core as mx
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run trains, and on what.
+
+    Attributes:
+        config: of the run, with what the data and the checkpoint decided filled in.
+        model: as training begins: adapters are added, fake quantisation is prepared and off.
+        tokenizer: the model's.
+        rows: the training text as rows.
+        valid_rows: the validation text as rows.
+        facts: counts of both.
+        prompts: what samples continue.
+        source: the checkpoint that training goes on from; None: a new model.
+    """
+
+    config: TrainConfig
+    model: GPT
+    tokenizer: TextTokenizer
+    rows: TrainingRows
+    valid_rows: Rows
+    facts: DataFacts | ExampleFacts
+    prompts: list[Prompt]
+    source: Pretrained | None = None
+
+
+def begin_work(config: TrainConfig, placement: Placement, log: Log) -> Work:
+    """Prepare the data and make the model, as they are before the first step.
+
+    Args:
+        config: of the run.
+        placement: device and dtype.
+        log: takes a line for people.
+
+    Raises:
+        ValueError: the checkpoint cannot be read or does not fit the config, the data are missing, malformed or shorter
+            than a batch, or the sample's prompt leaves no room for a sample.
+        OSError: the cache's folder cannot be written.
+    """
+    if isinstance(config.model, PretrainedConfig):
+        return _continued(config, config.model, placement, log)
+    assert isinstance(config.data, DataConfig)
+    data = prepare(config.data, log=log)
+    config = config.with_vocab_size(data.tokenizer.vocab_size)
+    shape = config.model
+    assert isinstance(shape, DecoderConfig)
+    # What only the first evaluation or sample would find out ends a run before it begins.
+    rows, valid = _corpus_rows(config, data)
+    prompt = corpus_prompt(config, shape, data.tokenizer, valid, data.facts.train_documents)
+    model = build_model(shape, seed=config.run.seed)
+    if config.qat is not None:
+        set_fake_quant(prepare_qat(model, config.qat), False)
+    return Work(config, model, data.tokenizer, rows, valid, data.facts, [prompt])
+
+
+def _continued(config: TrainConfig, base: PretrainedConfig, placement: Placement, log: Log) -> Work:
+    """The work of a run that goes on from a checkpoint."""
+    dtype = trained_dtype(config, placement)
+    source = load_pretrained(base.path, dtype=dtype, revision=base.revision, log=log)
+    model, tokenizer, shape = source.model, source.tokenizer, source.model.config
+    if problems := shape_problems(config, shape):
+        raise ValueError("; ".join(problems) + ".")
+    if isinstance(config.data, ExampleConfig):
+        examples = prepare_examples(config.data, tokenizer, seq_len=config.train.seq_len, log=log)
+        source = source._replace(tokenizer=examples.tokenizer)
+        prompts = example_prompts(config, shape, examples.tokenizer, examples.valid)
+        work = Work(config, model, examples.tokenizer, examples.train, examples.valid, examples.facts, prompts, source)
+    else:
+        data = prepare(config.data, log=log, tokenizer=tokenizer)
+        rows, valid = _corpus_rows(config, data)
+        prompt = corpus_prompt(config, shape, tokenizer, valid, data.facts.train_documents)
+        work = Work(config, model, tokenizer, rows, valid, data.facts, [prompt], source)
+    make_trainable(config, model, dtype)
+    return work
+
+
+def trained_dtype(config: TrainConfig, placement: Placement) -> mx.Dtype:
+    """The dtype that a checkpoint's floats are loaded in: what is frozen is in that of the forward pass, else float32.
+
+    Args:
+        config: of the run.
+        placement: device and dtype.
+    """
+    return mx.float32 if config.adapter is None else placement.dtype
+
+
+def _corpus_rows(config: TrainConfig, data: PreparedData) -> tuple[TrainingRows, Rows]:
+    """The rows of a corpus to train and to validate on."""
+    assert isinstance(config.data, DataConfig)
+    size, packing = config.train.seq_len, config.data.packing
+    return training_rows(data.train, size, packing), validation_rows(data.valid, size, packing)
+
+
+def make_trainable(config: TrainConfig, model: GPT, dtype: mx.Dtype) -> None:
+    """Turn a loaded model into what the config trains: made floats or quantised, adapted, prepared.
+
+    Args:
+        config: of the run.
+        model: as it was loaded; changed in place.
+        dtype: of its floats.
+
+    Raises:
+        ValueError: all is to be trained and the model holds codes, or a section does not fit the model.
+    """
+    assert isinstance(config.model, PretrainedConfig)
+    prepare_base(config.model, model, dtype)
+    if config.adapter is not None:
+        add_adapters(model, config.adapter, seed=config.run.seed, qat=config.qat)
+    elif coded := coded_layers(model):
+        raise ValueError(
+            f"model.path must be a checkpoint of floats without adapter, but {coded[0]} and {len(coded) - 1} other "
+            f"layers of {config.model.path} are quantised: codes cannot be trained. Add a section adapter, or set "
+            "model.dequantize: true."
+        )
+    elif config.qat is not None:
+        prepare_qat(model, config.qat)
+    if config.qat is not None:
+        set_fake_quant(model, False)
+    model.checkpoint_blocks = config.train.grad_checkpoint
+    model.train()
+
+
+def prepare_base(base: PretrainedConfig, model: GPT, dtype: mx.Dtype) -> None:
+    """Make floats of a loaded model's codes or codes of its floats, as its section says.
+
+    Args:
+        base: of the run.
+        model: as it was loaded; changed in place.
+        dtype: of its floats.
+
+    Raises:
+        ValueError: there are no codes to make floats of, or the model is quantised already.
+    """
+    coded = coded_layers(model)
+    if base.dequantize and not coded:
+        raise ValueError(f"model.dequantize must be false with {base.path}, which is not quantised. Remove it.")
+    if base.dequantize:
+        dequantize_layers(model, dtype)
+    if base.quantize is not None:
+        if coded and not base.dequantize:
+            raise ValueError(
+                f"model.quantize must be null with a quantised checkpoint, as {base.path} is. Remove it, or set "
+                "model.dequantize: true."
+            )
+        convert_qat(prepare_qat(model, base.quantize.as_qat()))
+
+
+def coded_layers(model: GPT) -> list[str]:
+    """The names of the layers that hold codes.
+
+    Args:
+        model: any model.
+    """
+    return sorted(name for name, module in model.named_modules() if holds_codes(module))

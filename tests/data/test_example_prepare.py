@@ -1,0 +1,263 @@
+"""From a config to rows: splits, what is too long, and the counts that a person is told."""
+
+from dataclasses import asdict
+import itertools
+import json
+
+from example_tokenizer import character_tokenizer, learnt, shown
+from forge_mlx.data import BatchStream, eval_batches, example_reader
+from forge_mlx.data.example_config import ExampleConfig
+from forge_mlx.data.example_rows import ExampleRows, PaddedRows
+from forge_mlx.data.preference_rows import PreferenceRows
+from forge_mlx.data.prepare_examples import prepare_examples
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return character_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def prepare(tokenizer, records, seq_len=64, log=lambda _: None, **values):
+    with open("a.jsonl", "w") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    config = ExampleConfig.model_validate({"format": "prompt_completion", "source": "a.jsonl", **values})
+    return prepare_examples(config, tokenizer, seq_len=seq_len, log=log)
+
+
+def numbered(count, length=3):
+    """Prompt `i:` and completion `xxx`, 3 + length tokens with the end token and two digits."""
+    return [{"prompt": f"{number:02}:", "completion": "x" * length} for number in range(10, 10 + count)]
+
+
+def test_a_chat_in_rows_token_by_token(tokenizer):
+    """Two examples of two turns in one row; every special token and every character is one token."""
+    turns = [("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "e")]
+    record = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    prepared = prepare(tokenizer, [record] * 4, seq_len=100, format="chat", valid_fraction=0.25)
+    # Of 47 tokens the first one, <|im_start|>, is no target.
+    example = (
+        "user\na<|im_end|>\n<|im_start|>assistant\n[bc<|im_end|>]\n"
+        "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n[e<|im_end|>]\n"
+    )
+    padding = shown(tokenizer, [0]) * 8
+    batch = prepared.train.batch(np.array([0]))
+    assert learnt(tokenizer, batch) == example + example + padding
+    plain = "<|im_start|>" + example.replace("[", "").replace("]", "")
+    assert shown(tokenizer, batch.inputs[0]) == 2 * plain.removesuffix("\n") + padding
+    assert batch.segment_ids[0].tolist() == [0] * 46 + [1] * 46 + [-1] * 8
+    assert batch.positions[0].tolist() == [*range(46), *range(46), *[0] * 8]
+
+
+def test_examples_are_held_out_evenly(tokenizer):
+    said = []
+    prepared = prepare(tokenizer, numbered(40), seq_len=8, log=said.append, valid_fraction=0.1, packing=False)
+    prompts = [learnt(tokenizer, prepared.valid.batch(np.array([row]))) for row in range(4)]
+    assert [prompt[:5] for prompt in prompts] == ["9:[xx", "9:[xx", "9:[xx", "9:[xx"]
+    assert [prepared.valid.batch(np.array([row])).inputs[0, 0] for row in range(4)] == [
+        tokenizer.encode(digit)[0] for digit in "1234"
+    ]
+    facts = prepared.facts
+    assert (facts.examples, facts.train_examples, facts.valid_examples) == (40, 36, 4)
+    assert (facts.train_tokens, facts.train_targets, facts.valid_targets) == (36 * 7, 36 * 4, 4 * 4)
+    assert (facts.mean_tokens, facts.longest_tokens, facts.row_length, facts.train_rows) == (7.0, 7, 8, 36)
+    assert facts.fill == 6 / 8
+    assert json.loads(json.dumps(asdict(facts))) == asdict(facts)
+    assert said[-1].startswith(
+        "data: 36 examples to train on (144 of their 252 tokens are learnt), 4 to validate; 7 tokens each on average, "
+        "7 the longest; 36 rows of 8, 75 % full; read in"
+    )
+
+
+def test_validation_files_of_their_own(tokenizer):
+    with open("valid.jsonl", "w") as file:
+        file.write(json.dumps(numbered(1)[0]))
+    facts = prepare(tokenizer, numbered(3), valid_paths="valid.jsonl").facts
+    assert (facts.train_examples, facts.valid_examples, facts.files) == (3, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "count", "message"),
+    [
+        ({}, 12, "source must hold at least 20 examples, so that data.valid_fraction 0.05 holds one out, but holds 12"),
+        ({"valid_fraction": 0.9}, 1, "source must hold at least 2 examples"),
+        ({"max_examples": 5}, 40, "but holds 5"),
+    ],
+)
+def test_too_few_to_hold_one_out(tokenizer, values, count, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(tokenizer, numbered(count), **values)
+
+
+LONG = [*numbered(18), {"prompt": "10:", "completion": "y" * 20}, {"prompt": "z" * 30, "completion": "y"}]
+
+
+def test_too_long_is_an_error(tokenizer):
+    with pytest.raises(ValueError, match="error all examples must fit") as caught:
+        prepare(tokenizer, LONG, seq_len=8)
+    assert str(caught.value) == (
+        "[data] with truncate: error all examples must fit into train.seq_len, 8, but 2 of 20 do not, the longest 32 "
+        "tokens at a.jsonl:20. Raise train.seq_len to 31, or set data.truncate to drop or split."
+    )
+    assert prepare(tokenizer, LONG, seq_len=31).facts.too_long == 0
+    with pytest.raises(ValueError, match="30, but 1 of 20 do not"):
+        prepare(tokenizer, LONG, seq_len=30)
+
+
+def test_too_long_is_dropped(tokenizer):
+    said = []
+    facts = prepare(tokenizer, LONG, seq_len=8, log=said.append, truncate="drop", valid_fraction=0.1).facts
+    # The last example, too long, would have been held out.
+    assert (facts.examples, facts.train_examples, facts.valid_examples) == (20, 17, 1)
+    assert (facts.too_long, facts.dropped, facts.split, facts.pieces) == (2, 2, 0, 0)
+    assert "left out as longer than 8 tokens: 2 of 20 examples" in said
+    with pytest.raises(ValueError, match=r"truncate: drop must leave examples but all 1 of the valid split are longer"):
+        prepare(tokenizer, LONG, seq_len=8, truncate="drop", valid_fraction=0.05)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_too_long_is_split(tokenizer, packing):
+    said = []
+    prepared = prepare(tokenizer, LONG, seq_len=8, log=said.append, truncate="split", packing=packing)
+    facts = prepared.facts
+    # 23 inputs in 3 pieces, each with a target; 31 in 4, of which the last has both targets.
+    assert (facts.too_long, facts.dropped, facts.split, facts.pieces, facts.left_out_pieces) == (2, 0, 2, 4, 3)
+    assert (
+        "split as longer than 8 tokens: 2 examples into 4 pieces, each a text of its own; "
+        "3 pieces without a token to learn left out"
+    ) in said
+    batches = list(itertools.islice(BatchStream(prepared.train, 1, seed=0), prepared.train.num_rows))
+    found = np.concatenate([batch.counted_targets() for batch in batches])
+    assert sorted(tokenizer.decode(found)) == sorted("xxx" * 18 + "y" * 20)
+    assert (found == tokenizer.end_id).sum() == 19
+    [valid] = eval_batches(prepared.valid, 1)
+    assert learnt(tokenizer, valid).endswith("zz[y<|endoftext|>]" + "!") or "[y<|endoftext|>]" in learnt(
+        tokenizer, valid
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [({}, ExampleRows), ({"packing": False}, PaddedRows), ({"format": "preference"}, PreferenceRows)],
+)
+def test_layouts(tokenizer, values, kind):
+    records = [{**record, "chosen": "good", "rejected": "bad"} for record in numbered(30)]
+    prepared = prepare(tokenizer, records, **values)
+    assert type(prepared.train) is type(prepared.valid) is kind
+    assert prepared.train.tokens.num_documents == 29 * kind.group_size
+
+
+def test_pairs_that_are_too_long(tokenizer):
+    records = [{"prompt": "p", "chosen": "a" * (1 + (number % 2) * 30), "rejected": "b"} for number in range(41)]
+    with pytest.raises(
+        ValueError, match=r"20 of 41 do not, the longest 33 tokens at a.jsonl:2. .* data.truncate to drop\.$"
+    ):
+        prepare(tokenizer, records, seq_len=16, format="preference")
+    facts = prepare(tokenizer, records, seq_len=16, format="preference", truncate="drop", valid_fraction=1 / 3).facts
+    assert (facts.dropped, facts.train_examples + facts.valid_examples) == (20, 21)
+
+
+def test_the_template_of_the_config_is_the_tokenizer_s(tokenizer):
+    with open("mine.jinja", "w") as file:
+        file.write(
+            "{% for m in messages %}{% if m.role == 'assistant' %}A:{{ m.content }}<|endoftext|>"
+            "{% else %}Q:{{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+        )
+    record = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hey"}]}
+    prepared = prepare(tokenizer, [record] * 20, format="chat", chat_template="mine.jinja", seq_len=16, packing=False)
+    assert learnt(tokenizer, prepared.train.batch(np.array([0]))).startswith(":Hi\nA:[Hey<|endoftext|>]")
+    assert prepared.tokenizer.chat_template.startswith("{% for m")
+    assert tokenizer.chat_template != prepared.tokenizer.chat_template
+
+
+def test_a_hint_that_prompts_stay_plain(tokenizer):
+    said = []
+    prepare(tokenizer, numbered(20), log=said.append)
+    assert any("data.prompt_as: chat puts them into it" in line for line in said)
+    said.clear()
+    prepare(tokenizer, numbered(20), log=said.append, prompt_as="chat")
+    assert not any("prompt_as" in line for line in said)
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hey"}]}
+
+
+def test_tokens_come_from_the_cache(tokenizer):
+    first = prepare(tokenizer, [CHAT] * 21, format="chat")
+    # Neither the split nor the layout changes what is cached.
+    again = prepare(tokenizer, [CHAT] * 21, format="chat", valid_fraction=0.1, packing=False)
+    assert (first.facts.from_cache, again.facts.from_cache) == (False, True)
+    same = prepare(tokenizer, [CHAT] * 21, format="chat")
+    assert same.train.tokens.fingerprint == first.train.tokens.fingerprint
+    assert same.facts.from_cache
+    for changed in ({"train_on": "all"}, {"max_examples": 20}, {"chat_template": "mine.jinja"}):
+        with open("mine.jinja", "w") as file:
+            file.write(tokenizer.chat_template.replace("im_start", "endoftext"))
+        assert not prepare(tokenizer, [CHAT] * 21, format="chat", **changed).facts.from_cache
+    assert not prepare(tokenizer, [CHAT] * 22, format="chat").facts.from_cache
+    other = character_tokenizer(tokenizer.chat_template.replace("im_start", "endoftext"))
+    assert not prepare(other, [CHAT] * 21, format="chat").facts.from_cache
+
+
+def test_what_is_said_of_examples_is_said_from_the_cache_too(tokenizer):
+    records = [{"instruction": "Hi", "output": f"Hey {number}"} for number in range(20)]
+    said = [[], []]
+    for lines in said:
+        prepare(tokenizer, records, log=lines.append)
+    assert said[0][:-1] == said[1][:-1] != []
+    assert "from the cache in" in said[1][-1]
+    with pytest.raises(ValueError, match=r"20 of 20 do not, the longest 11 tokens at a.jsonl:11\."):
+        prepare(tokenizer, records, seq_len=4)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "facts"])
+def test_damaged_tokens_are_made_again(tokenizer, tmp_path, monkeypatch, damage):
+    monkeypatch.setenv("FORGE_MLX_CACHE", str(tmp_path / "cache"))
+    good = prepare(tokenizer, numbered(20))
+    [tokens] = (tmp_path / "cache").rglob("tokens.npy")
+    content = tokens.read_bytes()
+    if damage == "gone":
+        tokens.unlink()
+    elif damage == "facts":
+        (tokens.parent / "facts.json").write_text("{}")
+    else:
+        tokens.write_bytes(content[:-4] + (b"" if damage == "cut" else b"\0\0\0\0"))
+    said = []
+    again = prepare(tokenizer, numbered(20), log=said.append)
+    assert again.train.tokens.fingerprint == good.train.tokens.fingerprint
+    assert not again.facts.from_cache
+    assert [line for line in said if "damaged" in line]
+    assert prepare(tokenizer, numbered(20)).facts.from_cache
+
+
+def test_a_cache_that_cannot_be_written_is_said(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FORGE_MLX_CACHE", str(tmp_path / "file"))
+    said = []
+    assert prepare(tokenizer, numbered(20), log=said.append).facts.train_examples == 19
+    assert [line for line in said if line.startswith("the tokens of the examples are not kept")]
+
+
+def test_a_file_that_changes_while_it_is_read(tokenizer, monkeypatch):
+    def growing(self, record):
+        with open("a.jsonl", "a") as file:
+            file.write("\n")
+        return real(self, record)
+
+    real = example_reader._Reader._item
+    monkeypatch.setattr(example_reader._Reader, "_item", growing)
+    with pytest.raises(ValueError, match=r"must stay as they are while they are read but 1 changed \(a.jsonl\)"):
+        prepare(tokenizer, [{"prompt": "grow", "completion": "ing"}] * 20)
+
+
+def test_long_reading_says_how_far_it_is(tokenizer, monkeypatch):
+    monkeypatch.setattr(example_reader, "_SILENCE", 0.0)
+    said = []
+    prepare(tokenizer, [{"prompt": "say", "completion": "so"}] * 20, log=said.append)
+    assert "reading examples: 7 so far, at a.jsonl:8" in said
