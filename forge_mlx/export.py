@@ -15,17 +15,19 @@ from forge_mlx.hub.new_folder import require_new
 from forge_mlx.hub.pretrained import is_pretrained, load_pretrained, save_pretrained
 from forge_mlx.kernels.quantize.options import checked_options
 from forge_mlx.metal.dtypes import FLOATS_BY_NAME
+from forge_mlx.models.adapters import adapted_layers, merge_adapters
 from forge_mlx.models.gpt import GPT
 from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
 from forge_mlx.nn.quantized import QUANTIZABLE, Coded
 from forge_mlx.opened_model import open_model
 from forge_mlx.train.folder import RunFolder
+import mlx.core as mx
 
 _DESCRIPTION: Final = """\
 Write a model as a folder in Hugging Face's layout, which mlx-lm opens, and transformers too where nothing is quantised;
-or as a GGUF file for llama.cpp. Numbers stay what they are unless an option says otherwise: floats in their dtype, and
-codes of a quantised model. The tokenizer gives every text the same ids. A model whose parts no published family has, or
-whose tokenizer is no BPE model, is refused.
+or as a GGUF file for llama.cpp. Adapters are merged. Numbers stay what they are unless an option says otherwise: floats
+in the dtype of the checkpoint, and codes of a quantised model. The tokenizer gives every text the same ids. A model
+whose parts no published family has, or whose tokenizer is no BPE model, is refused.
 """
 _GGUF_KINDS: Final = ("f16", "f32", "q8_0", "q4_0")
 
@@ -70,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="with --quantize: codes that share a scale, 32, 64 or 128 (default 64)",
     )
-    parser.add_argument("--dtype", choices=sorted(FLOATS_BY_NAME), help="round floats to it (default: as they are)")
+    parser.add_argument(
+        "--dtype", choices=sorted(FLOATS_BY_NAME), help="round floats to it (default: as the checkpoint's are)"
+    )
     parser.add_argument("--gguf", choices=_GGUF_KINDS, help="write a GGUF file of this type instead of a folder")
     return parser
 
@@ -96,7 +100,9 @@ def _open(model: str) -> _Source:
         opened = open_model(model, log=_to_stderr)
         tokenizer = opened.tokenizer
         assert isinstance(tokenizer, (HubTokenizer, Tokenizer))
-        return _Source(opened.model, tokenizer, opened.source, None, None, opened.begins_with_end)
+        if adapted_layers(opened.model):
+            merge_adapters(opened.model)
+        return _Source(opened.model, tokenizer, opened.source, opened.config, opened.generation, opened.begins_with_end)
     loaded = load_pretrained(checkpoint, log=_to_stderr)
     generation = loaded.generation or None
     return _Source(loaded.model, loaded.tokenizer, Path(checkpoint), loaded.config or None, generation, False)
@@ -118,6 +124,12 @@ def _quantize(model: GPT, bits: int, group_size: int | None) -> None:
     if left:
         _to_stderr(f"{len(left)} matrices stay floats: their rows are no multiple of {multiple}, as {next(iter(left))}")
     convert_qat(prepare_qat(model, config.model_copy(update={"overrides": left})))
+
+
+def _dtype(asked: str | None, source: _Source) -> mx.Dtype | None:
+    """What floats are rounded to: what is asked for, else the dtype of the checkpoint that training went on from."""
+    own = source.config or {}
+    return FLOATS_BY_NAME.get(asked or str(own.get("dtype") or own.get("torch_dtype")))
 
 
 def _summary(config: dict[str, Any]) -> str:
@@ -161,7 +173,7 @@ def _export(options: argparse.Namespace) -> str:
         source.tokenizer,
         source=source.config,
         generation=source.generation,
-        dtype=None if options.dtype is None else FLOATS_BY_NAME[options.dtype],
+        dtype=_dtype(options.dtype, source),
         texts_begin_with_end=source.begins_with_end,
         log=_to_stderr,
     )

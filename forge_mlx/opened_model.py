@@ -3,14 +3,14 @@
 from collections.abc import Callable
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.data.text_tokenizer import TextTokenizer
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.hub.adapter_files import load_adapters
 from forge_mlx.hub.native import ModelFolderError, begins_with_end, load_model, load_weights
-from forge_mlx.hub.pretrained import is_pretrained, load_pretrained
+from forge_mlx.hub.pretrained import Pretrained, is_pretrained, load_pretrained
 from forge_mlx.models.gpt import GPT
 from forge_mlx.models.qat import fake_quant_enabled
 from forge_mlx.models.registry import build_model
@@ -33,12 +33,16 @@ class OpenedModel(NamedTuple):
         tokenizer: the model's.
         source: the folder or file that the weights came from.
         begins_with_end: whether the end token stood before every text of training.
+        config: config.json of the checkpoint that it is, or that its training went on from; None: of neither.
+        generation: generation_config.json of the same.
     """
 
     model: GPT
     tokenizer: TextTokenizer
     source: Path
     begins_with_end: bool
+    config: dict[str, Any] | None = None
+    generation: dict[str, Any] | None = None
 
     @property
     def begin_ids(self) -> list[int]:
@@ -107,7 +111,12 @@ def _open_pretrained(path: str | Path, log: Callable[[str], None]) -> OpenedMode
     # 16-bit products bypass the BLAS.
     dtype = mx.float32 if mx.default_device() == mx.Device(mx.cpu) else None
     loaded = load_pretrained(path, dtype=dtype, log=log)
-    return OpenedModel(loaded.model, loaded.tokenizer, loaded.folder, False)
+    return _published(loaded, loaded.folder)
+
+
+def _published(loaded: Pretrained, source: Path) -> OpenedModel:
+    config, generation = loaded.config or None, loaded.generation or None
+    return OpenedModel(loaded.model, loaded.tokenizer, source, False, config, generation)
 
 
 def _open_adapters(run: RunFolder, folder: Path, log: Callable[[str], None]) -> OpenedModel:
@@ -116,16 +125,14 @@ def _open_adapters(run: RunFolder, folder: Path, log: Callable[[str], None]) -> 
         raise ModelFolderError(
             f"{folder}: holds adapters and not the model that they are for. Give that, and this folder as --adapter."
         )
-    model, tokenizer = adapted_model(load_config(run.config_file), folder, log)
-    return OpenedModel(model, tokenizer, folder, False)
+    return _published(adapted_model(load_config(run.config_file), folder, log), folder)
 
 
 def _open_checkpoint(run: RunFolder, checkpoint: Path, log: Callable[[str], None]) -> OpenedModel:
     """A checkpoint holds the weights that were trained; the run's folder has the rest, or names it."""
     config = load_config(run.config_file)
     if isinstance(config.model, PretrainedConfig):
-        trained, text = trained_model(config, load_checkpoint(checkpoint), log)
-        return OpenedModel(trained, text, checkpoint, False)
+        return _published(trained_model(config, load_checkpoint(checkpoint), log), checkpoint)
     # The weights are replaced at once, whatever it is built from.
     model = build_model(config.model)
     load_weights(model, checkpoint / "model.safetensors")

@@ -16,7 +16,10 @@ from forge_mlx.chat import Conversation
 from forge_mlx.data.chat import render_prompt
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.generate import main
+from forge_mlx.hub.adapter_files import save_adapters
 from forge_mlx.hub.native import save_model
+from forge_mlx.models.adapter_config import AdapterConfig
+from forge_mlx.models.adapters import add_adapters
 from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.sampling import Sampler, generate_tokens
 import mlx.core as mx
@@ -279,6 +282,22 @@ def test_plain_text_of_a_hub_model(folder, command):
     want = tiny_tokenizer().decode(generate_tokens(tiny_model(), tokens, GREEDY, 10, stop={0, 2}))
     status, out, err = command(folder, "--prompt", "hello", "--temperature", 0, "--max-tokens", 10)
     assert (status, out, err) == (0, f"hello{want}\n", f"[{folder}]\n")
+
+
+def test_adapters_are_put_on_the_model(folder, tmp_path, command):
+    config = AdapterConfig(rank=4, targets=["q_proj", "down_proj"])
+    model = add_adapters(tiny_model(), config, seed=0)
+    for layer in model.layers:
+        layer.mlp.down_proj.lora_b = mx.random.normal(layer.mlp.down_proj.lora_b.shape, key=mx.random.key(3))
+    save_adapters(tmp_path / "adapters", model, config, str(folder))
+    model.eval()
+    want = [said(Conversation(net, tiny_tokenizer(), GREEDY, max_tokens=12), TURNS[0]) for net in (model, tiny_model())]
+    assert want[0] != want[1]
+    arguments = ("--chat", "--temperature", 0, "--max-tokens", 12, "--prompt", TURNS[0])
+    assert command(folder, "--adapter", tmp_path / "adapters", *arguments)[:2] == (0, want[0] + "\n")
+    status, out, err = command(folder, "--adapter", tmp_path / "none", *arguments)
+    assert (status, out) == (2, "")
+    assert str(tmp_path / "none") in err
 
 
 @pytest.mark.slow

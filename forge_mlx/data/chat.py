@@ -53,7 +53,7 @@ def encode_chat(
         ValueError: there is no template, a message is malformed, the template refuses the conversation, or writes it in
             a way that leaves open what the assistant writes.
     """
-    template = _template_of(tokenizer)
+    template = template_of(tokenizer)
     checked = checked_messages(messages, template)
     if train_on != "all":
         require_answer(checked)
@@ -126,7 +126,7 @@ def render_prompt(
     Raises:
         ValueError: there is no template, a message is malformed, or the template refuses the conversation.
     """
-    template = _template_of(tokenizer)
+    template = template_of(tokenizer)
     checked = checked_messages(messages, template)
     if checked[-1]["role"] == "assistant":
         raise ValueError(
@@ -137,7 +137,12 @@ def render_prompt(
     return tokenizer.encode(text, specials=True)
 
 
-def _template_of(tokenizer: HubTokenizer) -> ChatTemplate:
+def template_of(tokenizer: HubTokenizer) -> ChatTemplate:
+    """The compiled chat template of a tokenizer.
+
+    Raises:
+        ValueError: it has none, or one that is no Jinja.
+    """
     if tokenizer.chat_template is None:
         raise ValueError(
             f"[chat] the tokenizer must have a chat template but {tokenizer.name} has none. Set chat_template to a "

@@ -182,12 +182,14 @@ def json_object(line: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"[data] {where}: a JSON line must be UTF-8 but is not: {error.reason}.") from error
     except (json.JSONDecodeError, RecursionError) as error:
+        # Of a line the line's number in it would mislead.
+        reason = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
         raise ValueError(
-            f"[data] {where}: each line must be one JSON object but got {_shown(line)}: {error}"
+            f"[data] {where}: each line must be one JSON object but got {_shown(line)}: {reason}."
         ) from error
     if not isinstance(record, dict):
         raise ValueError(
-            f"[data] {where}: each line must be a JSON object but got a {type(record).__name__}: {_shown(line)}"
+            f"[data] {where}: each line must be a JSON object but got a {type(record).__name__}: {_shown(line)}."
         )
     return record
 

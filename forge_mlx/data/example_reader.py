@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from forge_mlx._cache import cache_dir
 from forge_mlx._text import count
-from forge_mlx.data.chat import Encoded, encode_chat, encode_prompt_completion, encode_text
+from forge_mlx.data.chat import Encoded, encode_chat, encode_prompt_completion, encode_text, template_of
 from forge_mlx.data.chat_template import BUILT_IN_TEMPLATES
 from forge_mlx.data.example_cache import EncodedFiles, Item, load, store
 from forge_mlx.data.example_config import ExampleConfig
@@ -83,6 +83,9 @@ def read_examples(
             and named), or there are too few of them.
     """
     files, split_at = list_files(config, log, suffixes_of(config.format))
+    if config.format == "chat" or config.prompt_as == "chat":
+        # What is wrong with the template is no fault of each example.
+        template_of(tokenizer)
     folder = cache_dir() / "data" / f"examples-{_key(config, tokenizer, files, split_at)}"
     found = load(folder, log)
     from_cache = found is not None

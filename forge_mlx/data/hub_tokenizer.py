@@ -52,6 +52,8 @@ class HubTokenizer:
         files: what was given, to be written back unchanged.
         name: as given.
         vocab_size: the largest id + 1. A model's table may have more rows than that.
+        plain_vocab_size: the same without special tokens: a model's table needs that many rows, and those of special
+            tokens that no text of it has may be missing, as that of Gemma 3's images is.
         end_id: the token that ends a document: `eos_token` of the tokenizer's settings, else the first end token of
             `generation_config.json`.
         bos_id: the token named `bos_token`, if there is one.
@@ -86,6 +88,8 @@ class HubTokenizer:
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         self._table, self._drops_space = token_table(self._backend, name)
         self.vocab_size = len(self._table)
+        ids = set(self._backend.get_vocab().values())
+        self.plain_vocab_size = 1 + max(ids - self.special_ids, default=-1)
         self.token_bytes: NDArray[np.int32] = np.array([len(piece) for piece in self._table], np.int32)
         self.chat_template = find_template(files, config, name)
         self.fingerprint = self._hash()

@@ -95,7 +95,20 @@ def _problems(name: str, config: DecoderConfig) -> list[str]:
         for field, value in wanted.items()
         if getattr(config, field) != value
     ]
-    return problems + _gpt2_problems(name, config) + _gemma_problems(name, config) + _scale_problems(name, config)
+    of_name = _gpt2_problems(name, config) + _gemma_problems(name, config)
+    return problems + of_name + _scale_problems(name, config) + _yarn_problems(config)
+
+
+def _yarn_problems(config: DecoderConfig) -> list[str]:
+    """llama.cpp has keys for the limits of YaRN's ramp but takes the paper's, whatever they say."""
+    if config.rope_scaling is None:
+        return []
+    wanted = {"beta_fast": 32.0, "beta_slow": 1.0}
+    return [
+        f"rope_scaling.{field}: {getattr(config.rope_scaling, field)} (must be {value})"
+        for field, value in wanted.items()
+        if getattr(config.rope_scaling, field) != value
+    ]
 
 
 def _gpt2_problems(name: str, config: DecoderConfig) -> list[str]:

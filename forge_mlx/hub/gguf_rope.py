@@ -65,8 +65,6 @@ def rope_keys(config: DecoderConfig) -> dict[str, Any]:
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": scaling.factor,
             "rope.scaling.original_context_length": scaling.original_max_seq_len,
-            "rope.scaling.yarn_beta_fast": scaling.beta_fast,
-            "rope.scaling.yarn_beta_slow": scaling.beta_slow,
         }
         if scaling.attention_factor is not None:
             keys["rope.scaling.attn_factor"] = scaling.attention_factor / _yarn_factor(scaling.factor)

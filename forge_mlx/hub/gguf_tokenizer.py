@@ -1,5 +1,6 @@
 """The tokenizer in a GGUF file's metadata, as the files of a Hugging Face folder."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 import json
 from typing import Any, Final, NamedTuple
@@ -117,7 +118,7 @@ def _read_vocabulary(file: GGUFFile, metadata: Metadata, *, begins: bool) -> _Vo
 
 def _require_distinct(file: GGUFFile, tokens: Sequence[str]) -> None:
     if len(set(tokens)) < len(tokens):
-        first = next(token for at, token in enumerate(tokens) if token in set(tokens[:at]))
+        first = next(token for token, count in Counter(tokens).items() if count > 1)
         raise HubError(f"{file.path}: tokenizer.ggml.tokens must be distinct but {first!r} is there twice.")
 
 

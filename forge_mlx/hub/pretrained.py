@@ -68,10 +68,12 @@ def load_pretrained(
     if described.unknown:
         names = ", ".join(described.unknown)
         log(f"{found / _CONFIG}: {len(described.unknown)} keys are not known and not used: {names}")
+    tokenizer = HubTokenizer.load(found)
+    _check_table(found, tokenizer, described.config.vocab_size or 0, log)
     model = _load_model(found, values, described, dtype, log)
     file = own_file(found, _GENERATION)
     generation = read_object(file) if file.is_file() else {}
-    return Pretrained(model, HubTokenizer.load(found), found, described.family.model_type, values, generation)
+    return Pretrained(model, tokenizer, found, described.family.model_type, values, generation)
 
 
 def read_shape(path: str | Path, *, revision: str | None = None) -> DecoderConfig:
@@ -114,6 +116,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
         way_out = f"Give {ggufs[0]} itself." if ggufs else "Is it a model folder?"
         raise HubError(f"{folder}: must hold {_CONFIG} but does not. {way_out}")
     return read_object(file)
+
+
+def _check_table(folder: Path, tokenizer: HubTokenizer, rows: int, log: Callable[[str], None]) -> None:
+    """Raise for tokens of plain text that have no embedding; say how many special ones have none."""
+    if tokenizer.plain_vocab_size > rows:
+        raise HubError(
+            f"{folder}: vocab_size must be at least {tokenizer.plain_vocab_size}, the size of the tokenizer's "
+            f"vocabulary, but {_CONFIG} says {rows}. Are the files of one model?"
+        )
+    if missing := sorted(token for token in tokenizer.special_ids if token >= rows):
+        names = ", ".join(tokenizer.token_name(token) for token in missing[:5])
+        log(f"{folder}: {len(missing)} special tokens have no embedding, and no text may have them: {names}")
 
 
 def _load_model(

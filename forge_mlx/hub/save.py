@@ -125,10 +125,11 @@ def _shape(model: GPT, source: Mapping[str, Any] | None) -> tuple[Family, dict[s
 
 
 def _require_tokens(tokenizer: HubTokenizer | Tokenizer, vocab_size: int) -> None:
-    if tokenizer.vocab_size > vocab_size:
+    needed = tokenizer.plain_vocab_size if isinstance(tokenizer, HubTokenizer) else tokenizer.vocab_size
+    if needed > vocab_size:
         raise HubError(
-            f"[{_CALLER}] the tokenizer must be the model's, of at most {vocab_size} tokens, but has "
-            f"{tokenizer.vocab_size}. Give the one that the model was trained with."
+            f"[{_CALLER}] the tokenizer must be the model's, of at most {vocab_size} tokens, but has {needed}. "
+            "Give the one that the model was trained with."
         )
 
 

@@ -1,5 +1,6 @@
 """Layers that hold codes and scales: those of MLX's own formats, and those of the formats that MLX has not."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -172,8 +173,8 @@ class Coded(nn.Module):
 class QuantizedLinear(Coded, nn.QuantizedLinear):
     """x W^T + b on MLX's quantised product: an `mlx.nn.QuantizedLinear` that may quantise its input first.
 
-    On a CPU, where that product takes as long again for every row, many rows that nothing is learned from are
-    multiplied by floats made of the codes.
+    On a CPU, where that product takes as long again for every row, many rows are multiplied by floats made of the
+    codes.
 
     Takes what `Coded` takes; the mode is one of MLX's.
     """
@@ -185,10 +186,11 @@ class QuantizedLinear(Coded, nn.QuantizedLinear):
         if x.size == 0:
             # MLX's product of no rows ends the process.
             return mx.zeros((*x.shape[:-1], self.weight.shape[0]), x.dtype)
-        if _prefers_floats(self, x):
-            return matmul(self._input(x), self.effective_weight(), transpose_b=True, accumulate=self.get("bias"))
-        y: mx.array = nn.QuantizedLinear.__call__(self, self._input(x))
-        return y
+        if prefers_floats(x):
+            y = float_product(self._input(x), self.packed(), self.format.values)
+            return y + self.bias if "bias" in self else y
+        product: mx.array = nn.QuantizedLinear.__call__(self, self._input(x))
+        return product
 
 
 class QuantizedEmbedding(Coded, nn.QuantizedEmbedding):
@@ -206,8 +208,8 @@ class QuantizedEmbedding(Coded, nn.QuantizedEmbedding):
         """x weight^T: `[..., dims]` to `[..., num_embeddings]`."""
         if x.size == 0:
             return mx.zeros((*x.shape[:-1], self.weight.shape[0]), x.dtype)
-        if _prefers_floats(self, x):
-            return matmul(x, self.effective_weight(), transpose_b=True)
+        if prefers_floats(x):
+            return float_product(x, self.packed(), self.format.values)
         y: mx.array = nn.QuantizedEmbedding.as_linear(self, x)
         return y
 
@@ -264,9 +266,33 @@ class CodesExpertLinear(Coded, ExpertLinear):
         return ExpertLinear.__call__(self, self._input(x), experts)
 
 
-def _prefers_floats(layer: Coded, x: mx.array) -> bool:
-    """Whether a product with many rows on a CPU; in training the floats would stay until the backward pass."""
-    return not layer.training and mx.default_device().type == mx.cpu and x.size >= _FLOAT_ROWS * x.shape[-1]
+def prefers_floats(x: mx.array) -> bool:
+    """Whether the default device is a CPU and x has so many rows that floats made of codes are the faster factor.
+
+    Args:
+        x: `[..., in]`.
+    """
+    return bool(mx.default_device().type == mx.cpu and x.size >= _FLOAT_ROWS * x.shape[-1])
+
+
+def float_product(x: mx.array, packed: Packed, values: Callable[[Packed], mx.array]) -> mx.array:
+    """x W^T of the weight that codes stand for, `[..., out]`; the backward pass makes its floats anew.
+
+    No layer's floats are kept from the forward to the backward pass. Codes and scales get no gradient.
+
+    Args:
+        x: `[..., in]`.
+        packed: Codes and scales.
+        values: Makes the weight `[out, in]` of them.
+    """
+
+    def multiplied(x: mx.array, *arrays: mx.array) -> mx.array:
+        codes, scales, *biases = (mx.stop_gradient(array) for array in arrays)
+        return matmul(x, values(Packed(codes, scales, biases[0] if biases else None)), transpose_b=True)
+
+    arrays = [array for array in packed if array is not None]
+    product: mx.array = mx.checkpoint(multiplied)(x, *arrays)
+    return product
 
 
 def _rows(layer: Coded, ids: mx.array) -> mx.array:

@@ -73,9 +73,7 @@ def _next_steps(outcome: Outcome, config: TrainConfig) -> list[str]:
     if not (is_adapter and (base.endswith(".gguf") or config.model.quantize)):
         lines.append(f"mlx_lm.generate --model {model} --prompt ...")
     if is_adapter:
-        lines.append(
-            f"{python} -m forge_mlx.export {run} OUT    # merged, for mlx-lm and transformers"
-        )
+        lines.append(f"{python} -m forge_mlx.export {run} OUT    # merged, for mlx-lm and transformers")
     return lines
 
 

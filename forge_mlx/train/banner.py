@@ -24,6 +24,7 @@ from forge_mlx.optim import OptimConfig
 from forge_mlx.train.attention_path import describe_attention
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.device import Placement
+from forge_mlx.train.preference_config import PreferenceConfig
 from forge_mlx.train.trainer import Trainer
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,6 +38,7 @@ _PACKING: dict[str | bool, str] = {
     True: "several examples in a row, each with segment ids and positions of its own; none sees another",
     False: "one example in a row, the rest padding",
 }
+_PAIRS = "two rows for each pair, one with the chosen and one with the rejected answer, the rest padding"
 
 
 def log_device(placement: Placement, log: Callable[[str], None]) -> None:
@@ -79,7 +81,7 @@ def rows_kind(config: TrainConfig) -> Packing:
 
 def describe_packing(config: TrainConfig) -> str:
     """How texts become rows, in words."""
-    return _PACKING[config.data.packing]
+    return _PAIRS if config.trains_pairs else _PACKING[config.data.packing]
 
 
 def describe_experts(model: DecoderConfig) -> str:
@@ -172,11 +174,11 @@ def log_model(trainer: Trainer, log: Callable[[str], None]) -> None:
         log(f"experts: {describe_experts(shape)}; a token meets {model.num_active_parameters():,} parameters")
     if text := describe_qat(config, model):
         log(f"quantisation: {text}")
-    rows = loop.batch_size * loop.seq_len
-    chunk = chunk_rows(rows, 4 * model.head_weight.shape[0], trainer.placement.device.type)
+    rows, length = loop.batch_size * trainer.rows.group_size, trainer.rows.seq_len
+    chunk = chunk_rows(rows * length, 4 * model.head_weight.shape[0], trainer.placement.device.type)
     log(
-        f"loss: linear_cross_entropy, engine {resolve('linear_cross_entropy')}; the logits of {chunk:,} of a pass's "
-        f"{rows:,} tokens exist at once"
+        f"loss: {_preference_text(config)}linear_cross_entropy, engine {resolve('linear_cross_entropy')}; the logits "
+        f"of {chunk:,} of a pass's {rows * length:,} tokens exist at once"
     )
     log(f"optimizer: {_optimizer_text(config.optim)}")
     passes = f" x {loop.accumulate} passes" if loop.accumulate > 1 else ""
@@ -187,10 +189,21 @@ def log_model(trainer: Trainer, log: Callable[[str], None]) -> None:
         for line in _rows_lines(trainer.rows, trainer.valid_rows, trainer.fill):
             log(line)
     log(
-        f"training: {loop.steps:,} steps of {about}{tokens:,} tokens ({loop.batch_size} rows x {loop.seq_len}{passes}"
+        f"training: {loop.steps:,} steps of {about}{tokens:,} tokens ({rows} rows x {length}{passes}"
         f"{filled}), {loop.steps * tokens / trainer.rows.num_targets:.3g} times over the training text"
     )
     log(f"folder: {trainer.folder.path}; Ctrl-C stops after a step and saves, the same command goes on")
+
+
+def _preference_text(config: TrainConfig) -> str:
+    """What is minimised over pairs, in words; nothing for texts."""
+    if not config.trains_pairs:
+        return ""
+    how = config.preference or PreferenceConfig()
+    if how.loss == "orpo":
+        return f"orpo, lambda {how.orpo_lambda:g}, by "
+    variant = "" if how.variant == "sigmoid" else f" ({how.variant})"
+    return f"dpo{variant}, beta {how.beta:g}, against the model as it is before the first step; by "
 
 
 def _rows_lines(rows: DocumentRows, valid: Rows, fill: float) -> list[str]:
@@ -217,6 +230,7 @@ def setup_facts(trainer: Trainer) -> dict[str, Any]:
         "corpus": asdict(trainer.work.facts),
         "parameters": model.num_parameters(),
         "non_embedding_parameters": model.num_parameters(embeddings=False),
+        **_trained_facts(trainer),
         "total_steps": trainer.config.train.steps,
         "tokens_per_step": trainer.tokens_per_step,
         "packing": _packing_facts(trainer),
@@ -225,6 +239,13 @@ def setup_facts(trainer: Trainer) -> dict[str, Any]:
         "dtype": trainer.placement.dtype_name,
         **versions(),
     }
+
+
+def _trained_facts(trainer: Trainer) -> dict[str, int]:
+    """How many parameters adapters train; nothing where all are."""
+    if trainer.config.adapter is None:
+        return {}
+    return {"trained_parameters": count_elements(trainer.model.trainable_parameters())}
 
 
 def _special_facts(trainer: Trainer) -> dict[str, Any]:

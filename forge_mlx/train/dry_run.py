@@ -7,6 +7,7 @@ import textwrap
 from forge_mlx._text import count, size
 from forge_mlx.data.config import DataConfig
 from forge_mlx.data.example_config import ExampleConfig
+from forge_mlx.data.example_files import suffixes_of
 from forge_mlx.data.sources import list_files
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.hub.pretrained import load_pretrained
@@ -92,6 +93,10 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
 
 def _model(config: TrainConfig, placement: Placement, console: Console) -> GPT:
     """The model as it would be trained; nothing is allocated for the shapes alone."""
+    if isinstance(config.data, ExampleConfig):
+        list_files(config.data, console.print, suffixes_of(config.data.format))
+    else:
+        list_files(config.data, console.print)
     if isinstance(config.model, PretrainedConfig):
         dtype = trained_dtype(config, placement)
         base = config.model
@@ -101,7 +106,6 @@ def _model(config: TrainConfig, placement: Placement, console: Console) -> GPT:
         make_trainable(config, model, dtype)
         return model
     assert isinstance(config.data, DataConfig)
-    list_files(config.data, log=console.print)
     tokenizer = config.data.tokenizer
     config = config.with_vocab_size(
         Tokenizer.load(Path(tokenizer.path)).vocab_size if tokenizer.path else tokenizer.vocab_size

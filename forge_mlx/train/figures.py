@@ -24,7 +24,6 @@ def status(run: Run) -> str:
 def headline_figures(run: Run) -> list[Figure]:
     """What every run has."""
     where = "final" if run.finished else f"so far, at step {step:,}" if (step := run.last("eval", "step")) else ""
-    parameters = run.fact("parameters")
     _, speeds = run.series("train", "tokens_per_second")
     speed = float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else None
     peak = highest(run.series("train", "peak_memory")[1])
@@ -38,16 +37,25 @@ def headline_figures(run: Run) -> list[Figure]:
         ("wall time", number(elapsed, format_duration), "without pauses"),
         ("tokens/s", number(speed, short), "median"),
         ("peak memory", number(peak, memory_text), ""),
-        ("parameters", number(parameters, short), number(parameters, "{:,}", "")),
+        _parameters_figure(run),
     ]
+
+
+def _parameters_figure(run: Run) -> Figure:
+    parameters, trained = run.fact("parameters"), run.fact("trained_parameters")
+    exact = number(parameters, "{:,}", "") if trained is None else f"{number(trained, short)} trained"
+    return "parameters", number(parameters, short), exact
 
 
 def _second_figure(run: Run) -> Figure:
     """What stands beside the loss: bits per byte of a text, of pairs how often the chosen answer is preferred."""
     if (share := run.last("eval", "accuracy")) is not None:
         pairs = number(run.last("eval", "pairs"), "of {:,.0f} pairs", "")
-        return "preferred", number(share, lambda value: f"{100 * value:.1f} %"), pairs
-    gzip = number(run.fact("gzip_bits_per_byte"), "gzip: {:.3f}", "gzip: not measured")
+        margin = number(run.last("eval", "margin"), ", margin {:+.2f}", "")
+        return "preferred", number(share, lambda value: f"{100 * value:.1f} %"), pairs + margin
+    # Of examples only the answers are measured, which gzip never sees alone.
+    missing = "of what is learnt" if run.fact("train_examples") is not None else "gzip: not measured"
+    gzip = number(run.fact("gzip_bits_per_byte"), "gzip: {:.3f}", missing)
     return "bits per byte", number(run.last("eval", "bits_per_byte"), "{:.3f}"), gzip
 
 

@@ -7,8 +7,7 @@ from forge_mlx.data.example_config import ExampleConfig
 from forge_mlx.data.example_reader import with_template
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.hub.adapter_files import load_adapters
-from forge_mlx.hub.pretrained import load_pretrained
-from forge_mlx.models.gpt import GPT
+from forge_mlx.hub.pretrained import Pretrained, load_pretrained
 from forge_mlx.models.qat import fake_quant_enabled, set_fake_quant
 from forge_mlx.train.checkpoint import Checkpoint
 from forge_mlx.train.config import TrainConfig
@@ -21,8 +20,8 @@ from forge_mlx.train.work import make_trainable, prepare_base, trained_dtype
 Log = Callable[[str], None]
 
 
-def adapted_model(config: TrainConfig, adapters: Path, log: Log) -> tuple[GPT, HubTokenizer]:
-    """The base of a run with the adapters that it ended with, in evaluation mode, and the tokenizer.
+def adapted_model(config: TrainConfig, adapters: Path, log: Log) -> Pretrained:
+    """The base of a run with the adapters that it ended with, in evaluation mode, and the run's chat template.
 
     Args:
         config: of the run; its model is one that existed.
@@ -37,11 +36,11 @@ def adapted_model(config: TrainConfig, adapters: Path, log: Log) -> tuple[GPT, H
     prepare_base(base, source.model, dtype)
     load_adapters(adapters, source.model)
     source.model.eval()
-    return source.model, _with_template(config, source.tokenizer)
+    return source._replace(tokenizer=_with_template(config, source.tokenizer))
 
 
-def trained_model(config: TrainConfig, checkpoint: Checkpoint, log: Log) -> tuple[GPT, HubTokenizer]:
-    """What a run would deploy at the step of a checkpoint, in evaluation mode, and the tokenizer.
+def trained_model(config: TrainConfig, checkpoint: Checkpoint, log: Log) -> Pretrained:
+    """What a run would deploy at the step of a checkpoint, in evaluation mode, with the run's chat template.
 
     Args:
         config: of the run; its model is one that existed.
@@ -61,7 +60,7 @@ def trained_model(config: TrainConfig, checkpoint: Checkpoint, log: Log) -> tupl
         set_fake_quant(model, True)
         model = deployed_model(config, model, placement.dtype)
     model.eval()
-    return model, _with_template(config, source.tokenizer)
+    return source._replace(model=model, tokenizer=_with_template(config, source.tokenizer))
 
 
 def _base(config: TrainConfig) -> PretrainedConfig:

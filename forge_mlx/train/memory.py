@@ -120,7 +120,7 @@ def estimate_memory(
     vocabulary = model.vocab_size or 1
     # The gradient of a head that is trained, summed over the chunks.
     head_gradient = 0 if frozen else 2 * model.hidden_size
-    chunk = chunk_rows(tokens, 4 * vocabulary, device)
+    chunk = chunk_rows(tokens, 4 * vocabulary, device, adds_weight=not frozen)
     moments = 2 if optim.name == "adamw" else 1
     return MemoryEstimate(
         weights=2 * 4 * parameters,

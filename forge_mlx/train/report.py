@@ -12,8 +12,8 @@ import sys
 from typing import Any
 
 from forge_mlx._text import visible_controls
-from forge_mlx.train.before_after import before_and_after
-from forge_mlx.train.charts import Chart, Line, highest, smoothed
+from forge_mlx.train.before_after import before_and_after, shown_answer
+from forge_mlx.train.charts import Chart, Line, highest, smooth, smoothed
 from forge_mlx.train.expert_report import expert_section
 from forge_mlx.train.figures import (
     GIB,
@@ -38,6 +38,8 @@ _PNG_STYLE: dict[str, dict[str, Any]] = {
     "line": {"color": "#1f5fd0", "linewidth": 1.8},
     "dots": {"color": "#c8500a", "linewidth": 1.2, "marker": "o", "markersize": 4},
 }
+# Green and red.
+_REWARD_HUES = {"chosen": 150.0, "rejected": 5.0}
 # Of the step where fake quantisation begins, and of the one where it ends.
 _TURN_DASHES = ("-", "-.")
 
@@ -81,9 +83,10 @@ def write_report(run: Run) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(visible=visible_controls, duration=format_duration)
+    environment.filters.update(visible=visible_controls, duration=format_duration, answer=shown_answer)
     marks = sorted({record["step"] for record in run.of("event") if record["step"] > 0})
-    charts = [chart.drawn(max(1, run.last_step), marks) for chart in (*_loss_charts(run), *_other_charts(run))]
+    charts = [*_loss_charts(run), *_pair_charts(run), *_other_charts(run)]
+    drawn = [chart.drawn(max(1, run.last_step), marks) for chart in charts]
     samples: dict[int, list[Record]] = {}
     for record in run.of("sample"):
         samples.setdefault(record["step"], []).append(record)
@@ -94,8 +97,8 @@ def write_report(run: Run) -> Path:
         yardstick=yardstick(run),
         quantization=quantization_figures(run),
         experts=expert_section(run, marks),
-        charts=charts,
-        max_points=max(chart["thinned_to"] for chart in charts),
+        charts=drawn,
+        max_points=max(chart["thinned_to"] for chart in drawn),
         answers=before_and_after(run),
         samples=[(step, samples[step]) for step in sorted(samples, reverse=True)],
         facts=[(" / ".join(path), fact_text(value)) for path, value in flat(run.facts)],
@@ -119,6 +122,24 @@ def _loss_charts(run: Run) -> list[Chart]:
             lines.append(Line("validation", "dots", steps, values))
         charts.append(Chart(title, lines, "{:.3f}".format, "clip", rule if name == "bits_per_byte" else None, turns))
     return charts
+
+
+def _pair_charts(run: Run) -> list[Chart]:
+    """What preference training does to the two answers of a pair; nothing for any other run."""
+    margins = smoothed("training", *run.series("train", "margin"))
+    steps, values = run.series("eval", "margin")
+    if steps.size:
+        margins.append(Line("validation", "dots", steps, values))
+    if not margins:
+        return []
+    rewards = []
+    for name, hue in _REWARD_HUES.items():
+        steps, values = run.series("train", f"{name}_reward")
+        rewards.append(Line(name, "kin", steps, smooth(values), hue))
+    return [
+        Chart("reward margin, chosen less rejected", margins, "{:.3f}".format),
+        Chart("rewards in training, smoothed", rewards, "{:.3f}".format),
+    ]
 
 
 def _quantization_turns(run: Run) -> list[tuple[str, int]]:

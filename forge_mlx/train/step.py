@@ -22,8 +22,12 @@ Recorded: TypeAlias = tuple[mx.array, list[RoutingRecord], Measures]
 """The summed loss, a record for each MoE layer, and what the objective measures beside the loss."""
 
 
-def _trains_head(model: nn.Module) -> bool:
-    """Whether the head's weight is trainable: a parameter of ``head_name`` where the model has that, or one itself."""
+def trains_head(model: nn.Module) -> bool:
+    """Whether the head's weight is trainable: a parameter of ``head_name`` where the model has that, or one itself.
+
+    Args:
+        model: any model.
+    """
     if not isinstance(model, HasHead):
         return False
     trainable = named_arrays(model.trainable_parameters())
@@ -97,13 +101,13 @@ class TrainStep:
         """Trace the model anew with the next call, as after a change that is not in its parameters."""
         model, optimizer, dtype, objective = self.model, self.optimizer, self.dtype, self.objective
         random_state = mx.random.state
-        trains_head = _trains_head(model)
+        weight = trains_head(model)
 
         def loss_of(params: Tree, frozen: Tree, arrays: Arrays, count: mx.array) -> tuple[mx.array, Recorded]:
             model.update(frozen)
             model.update(cast_floats(params, dtype))
             # Every loss here is differentiated: its logits need not be computed twice.
-            with gradients_in_forward(weight=trains_head), routing_records() as records:
+            with gradients_in_forward(weight=weight), routing_records() as records:
                 loss, measures = objective(model, arrays)
             if not isinstance(model, MoE):
                 return loss, (loss, records, measures)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from forge_mlx.data.config import DataConfig
 from forge_mlx.data.example_config import ExampleConfig
+from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.data.prepare import DataFacts, PreparedData, prepare
 from forge_mlx.data.prepare_examples import ExampleFacts, prepare_examples
 from forge_mlx.data.stream import Rows, TrainingRows, training_rows, validation_rows
@@ -89,6 +90,7 @@ def _continued(config: TrainConfig, base: PretrainedConfig, placement: Placement
         raise ValueError("; ".join(problems) + ".")
     if isinstance(config.data, ExampleConfig):
         examples = prepare_examples(config.data, tokenizer, seq_len=config.train.seq_len, log=log)
+        _require_embeddings(examples.tokenizer, shape, examples.train, examples.valid)
         source = source._replace(tokenizer=examples.tokenizer)
         prompts = example_prompts(config, shape, examples.tokenizer, examples.valid)
         work = Work(config, model, examples.tokenizer, examples.train, examples.valid, examples.facts, prompts, source)
@@ -99,6 +101,16 @@ def _continued(config: TrainConfig, base: PretrainedConfig, placement: Placement
         work = Work(config, model, tokenizer, rows, valid, data.facts, [prompt], source)
     make_trainable(config, model, dtype)
     return work
+
+
+def _require_embeddings(tokenizer: HubTokenizer, shape: DecoderConfig, *splits: Rows) -> None:
+    """Raise for a special token of the examples, or of their template, that the model has no row for."""
+    largest = max(int(rows.tokens.tokens.max()) for rows in splits)
+    if largest >= (shape.vocab_size or 0):
+        raise ValueError(
+            f"the examples must have tokens of the model alone, which has {shape.vocab_size}, but one is "
+            f"{tokenizer.token_name(largest)}, token {largest}. Take it out of them and of the chat template."
+        )
 
 
 def trained_dtype(config: TrainConfig, placement: Placement) -> mx.Dtype:

@@ -20,6 +20,7 @@ def differentiable(
     *,
     saved: Sequence[int] = (),
     constants: Collection[int] = (),
+    unread: Collection[int] = (),
     vmap: VmapRule,
     backward_vmap: VmapRule | None = None,
 ) -> Function:
@@ -35,6 +36,8 @@ def differentiable(
         formula: The same as `backward` in plain MLX operations; `backward` itself if that consists of them.
         saved: Indices of the outputs that `backward` takes. Their own cotangents count too.
         constants: Indices of the inputs without a gradient, as ids are.
+        unread: Indices of the inputs of which `backward` and `formula` take shape and dtype alone: they get zeros, and
+            nothing keeps the input until the backward pass.
         vmap: The rule of `forward`.
         backward_vmap: The rule of `backward`; None: the same.
 
@@ -53,6 +56,7 @@ def differentiable(
     @function.vjp
     def vjp(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
         primals, cotangents, outputs = as_tuple(primals), as_tuple(cotangents), as_tuple(outputs)
+        primals = tuple(_zeros_of(array) if index in unread else array for index, array in enumerate(primals))
         found = gradient(*primals, *(outputs[index] for index in saved), *cotangents)
         return _with_zeros(found, primals, constants)
 
@@ -104,6 +108,11 @@ def as_tuple(given: tuple[Item, ...] | Item) -> tuple[Item, ...]:
         given: Arrays, axes or cotangents.
     """
     return tuple(given) if isinstance(given, (tuple, list)) else (given,)
+
+
+def _zeros_of(array: mx.array) -> mx.array:
+    """Zeros of the same shape and dtype that take no memory."""
+    return mx.broadcast_to(mx.zeros((), array.dtype), array.shape)
 
 
 def _held(inputs: Arrays, constants: Collection[int]) -> Arrays:

@@ -15,6 +15,10 @@ CHUNK_BYTES: Final = {mx.cpu: 4 * 2**20, mx.gpu: 256 * 2**20}
 """By device, the bytes that the logits of a chunk take at most when nobody says how many rows it has."""
 CHUNK_ROWS: Final = 256
 """So many rows a chunk has then even if they take more: products of fewer rows spend their time on reading weight."""
+SMALL_CHUNK_BYTES: Final = {mx.cpu: 4 * 2**20, mx.gpu: 64 * 2**20}
+"""CHUNK_BYTES where no chunk adds to a gradient of weight, which is the most that a small chunk costs."""
+SMALL_CHUNK_ROWS: Final = {mx.cpu: 64, mx.gpu: 256}
+"""CHUNK_ROWS there, by device."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +38,19 @@ class Setup:
     chunk: int | None
 
 
-def chunk_rows(rows: int, row_bytes: int, device: mx.DeviceType) -> int:
+def chunk_rows(rows: int, row_bytes: int, device: mx.DeviceType, *, adds_weight: bool = True) -> int:
     """How many rows a chunk has when nobody says: all rows shared out evenly.
 
     Args:
         rows: All rows, at least 1.
         row_bytes: Bytes of a row's logits.
         device: Where the products run.
+        adds_weight: Whether each chunk adds to a gradient of weight.
     """
-    chunks = -(-rows // max(CHUNK_ROWS, CHUNK_BYTES[device] // row_bytes))
+    fewest, most = CHUNK_ROWS, CHUNK_BYTES[device]
+    if not adds_weight:
+        fewest, most = SMALL_CHUNK_ROWS[device], SMALL_CHUNK_BYTES[device]
+    chunks = -(-rows // max(fewest, most // row_bytes))
     return -(-rows // chunks)
 
 
@@ -61,7 +69,7 @@ def losses(setup: Setup, hidden: mx.array, weight: mx.array, bias: mx.array, cod
     """
     w = weight.astype(_dtype(setup, hidden, weight))
     found: list[mx.array] = []
-    for rows in _slices(setup, hidden, weight):
+    for rows in _slices(setup, hidden, weight, adds_weight=False):
         x = _after(found[-1:], hidden[rows]).astype(w.dtype)
         found.append(_row_losses(setup, _logits(setup, x, w, bias), codes[rows]))
     return mx.concatenate(found)
@@ -95,7 +103,7 @@ def gradients(
     dhidden: list[mx.array] = []
     sums: dict[Variable, mx.array] = {}
     before: list[mx.array] = [dloss]
-    for rows in _slices(setup, hidden, weight):
+    for rows in _slices(setup, hidden, weight, adds_weight="weight" in wanted):
         x = _after(before, hidden[rows]).astype(w.dtype)
         (value,), (dz,) = mx.vjp(
             lambda z, rows=rows: _row_losses(setup, z, codes[rows]), [_logits(setup, x, w, bias)], [dloss[rows]]
@@ -121,11 +129,11 @@ def _dtype(setup: Setup, hidden: mx.array, weight: mx.array) -> mx.Dtype:
     return mx.result_type(hidden, weight)
 
 
-def _slices(setup: Setup, hidden: mx.array, weight: mx.array) -> Iterator[slice]:
+def _slices(setup: Setup, hidden: mx.array, weight: mx.array, *, adds_weight: bool) -> Iterator[slice]:
     rows, chunk = hidden.shape[0], setup.chunk
     if chunk is None:
         row_bytes = weight.shape[0] * _dtype(setup, hidden, weight).size
-        chunk = chunk_rows(rows, row_bytes, mx.default_device().type)
+        chunk = chunk_rows(rows, row_bytes, mx.default_device().type, adds_weight=adds_weight)
     return (slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk))
 
 

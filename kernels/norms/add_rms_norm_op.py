@@ -73,7 +73,7 @@ def _sum() -> Function:
         # Two arrays, because `mx.vjp` takes only the first cotangent of an array that a function returns twice.
         return dr.astype(x.dtype), (1 * dr).astype(residual.dtype)
 
-    return differentiable(forward, backward, formula, vmap=map_elements)
+    return differentiable(forward, backward, formula, unread={0, 1}, vmap=map_elements)
 
 
 @cache
@@ -105,7 +105,10 @@ def _normalise(engine: EngineName, eps: float, weighted: bool) -> Function:
         return dx, dresidual, mx.zeros_like(w) if dw is None else dw
 
     # Also where all rows share one w, each element of a mapped axis has a dw of its own.
-    return differentiable(forward, backward, formula, saved=(1, 2), vmap=_map, backward_vmap=map_batches)
+    # The gradient is made of r, their sum.
+    return differentiable(
+        forward, backward, formula, saved=(1, 2), unread={0, 1}, vmap=_map, backward_vmap=map_batches
+    )
 
 
 def _map(function: Function, inputs: Arrays, axes: Axes) -> tuple[Arrays, Axes]:

@@ -98,7 +98,10 @@ def _rotation(engine: EngineName, scale: float, traditional: bool, with_freqs: b
         gradients = reference.backward(x, positions, inverse, dy, scale, traditional)
         return gradients if with_freqs else gradients[:1]
 
-    return differentiable(forward, backward, formula, constants={1} if with_freqs else {1, 2}, vmap=_map_batches)
+    if with_freqs:
+        return differentiable(forward, backward, formula, constants={1}, vmap=_map_batches)
+    # dx does not depend on x, which only the gradient of the frequencies reads.
+    return differentiable(forward, backward, formula, constants={1, 2}, unread={0}, vmap=_map_batches)
 
 
 def _map_batches(function: Function, inputs: Arrays, axes: Axes) -> tuple[Arrays, Axes]:

@@ -185,6 +185,10 @@ def test_a_model_of_a_file_is_saved_as_a_folder(tmp_path):
         ({"embedding_scale": 2.0}, "embedding_scale: 2"),
         ({"attention_scale": 0.5}, "attention_scale: 0.5"),
         ({"position": "none"}, "position: none"),
+        (
+            {"rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_seq_len": 64, "beta_fast": 16.0}},
+            "rope_scaling.beta_fast: 16.0 (must be 32.0)",
+        ),
         ({"qk_norm": "joint"}, "qk_norm: joint"),
         ({"position": "learned", "norm": "layer_norm", "mlp": "gelu_tanh"}, "bias: False"),
         ({"post_norms": True, "norm_offset": True, "mlp": "geglu_tanh"}, "attention_softcap: null"),

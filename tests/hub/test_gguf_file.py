@@ -8,8 +8,11 @@ from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.gguf import load_gguf
 from forge_mlx.hub.gguf_container import Outline, write_container
 from forge_mlx.hub.gguf_file import read_gguf
+from forge_mlx.hub.pretrained import read_shape
+from forge_mlx.models.rope_scaling import RopeScaling
 import gguf
 from gguf_oracle import V, add_tokenizer, byte_level
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -63,6 +66,8 @@ def test_the_package_reads_what_is_written(tmp_path):
     write_container(tmp_path / "x.gguf", values, outlines, (odd.view(np.uint8), array.view(np.uint8)))
     reader = gguf.GGUFReader(tmp_path / "x.gguf")
     assert {key: reader.fields[key].contents() for key in values} == values
+    # llama.cpp reads kinds of tokens as signed numbers.
+    assert reader.fields["kinds"].types[-1] == gguf.GGUFValueType.INT32
     found = {each.name: each.data for each in reader.tensors}
     assert np.array_equal(found["odd"], odd)
     assert np.array_equal(found["square"], array)
@@ -223,14 +228,17 @@ def test_types_that_cannot_be_read_are_named_with_the_first_tensor(tmp_path):
         load_gguf(file)
 
 
-def test_values_that_are_not_finite_are_found(tmp_path):
+@pytest.mark.parametrize(("value", "dtype", "name"), [(np.nan, mx.float32, "float32"), (1e6, mx.float16, "float16")])
+def test_values_that_are_not_finite_are_found(tmp_path, value, dtype, name):
     file = write_model(tmp_path / "model.gguf")
     found = read_gguf(file).tensors["blk.0.ffn_down.weight"]
     content = bytearray(file.read_bytes())
-    content[found.start : found.start + 4] = struct.pack("<f", float("nan"))
+    content[found.start : found.start + 4] = struct.pack("<f", value)
     file.write_bytes(content)
-    with pytest.raises(HubError, match=r"blk\.0\.ffn_down\.weight: the values must be finite in float32 but .* nan"):
-        load_gguf(file)
+    with pytest.raises(
+        HubError, match=rf"blk\.0\.ffn_down\.weight: the values must be finite in {name} but the largest"
+    ):
+        load_gguf(file, dtype=dtype)
 
 
 def test_no_byte_that_is_cut_or_changed_ends_the_process(tmp_path):
@@ -251,6 +259,13 @@ def test_no_byte_that_is_cut_or_changed_ends_the_process(tmp_path):
             continue
         refused.append(place)
     assert len(refused) > 5
+
+
+def test_limits_of_yarn_are_read(tmp_path):
+    keys = {"type": "yarn", "factor": 8.0, "original_context_length": 16, "yarn_beta_fast": 20.0, "yarn_beta_slow": 2.0}
+    file = write_model(tmp_path / "model.gguf", **{f"rope.scaling.{key}": value for key, value in keys.items()})
+    limits = {"beta_fast": 20.0, "beta_slow": 2.0}
+    assert read_shape(file).rope_scaling == RopeScaling(kind="yarn", factor=8.0, original_max_seq_len=16, **limits)
 
 
 def test_keys_that_are_not_known_are_named_once(tmp_path):

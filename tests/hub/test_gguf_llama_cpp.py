@@ -75,7 +75,8 @@ def test_probabilities_of_each_architecture(tmp_path, name):
     prompts = [each for each in prompts if log_probs(loaded.model, each).argmax() in shown][:3]
     assert len(prompts) == 3
     for prompt, answer in zip(prompts, ask(tmp_path / "ours.gguf", prompts), strict=True):
-        assert_agrees(answer, loaded.model, prompt, 1e-3)
+        # llama.cpp looks up GELU in a table of float16.
+        assert_agrees(answer, loaded.model, prompt, 5e-3 if name.startswith(("gemma", "gpt2")) else 1e-3)
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])

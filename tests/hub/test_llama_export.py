@@ -9,6 +9,7 @@ from forge_mlx.models.gpt import GPTConfig
 from forge_mlx.models.moe import MoEConfig
 from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
 from forge_mlx.models.registry import build_model
+from forge_mlx.nn import QuantizedEmbedding, QuantizedLinear
 from forge_mlx.sampling import Sampler, generate_tokens
 import mlx.core as mx
 import mlx.nn as nn
@@ -185,7 +186,7 @@ def test_a_model_that_mlx_quantised(peers, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["float", "4 bits"])
-def test_bfloat16(peers, tokenizer, tmp_path, quantised):
+def test_bfloat16(peers, tokenizer, tmp_path, quantised, monkeypatch):
     mlx_lm, transformers = peers
     model = build(MODELS["llama"])
     if quantised:
@@ -198,6 +199,9 @@ def test_bfloat16(peers, tokenizer, tmp_path, quantised):
     truth = in_float64(transformers, tmp_path / "floats", tokenizer)
     tokens = mx.array([tokenizer.encode(TEXT)])
     assert model(tokens).dtype == theirs(tokens).dtype == mx.bfloat16
+    # With MLX's own products, which on a CPU sum in 16 bits: ours of many rows are more exact.
+    monkeypatch.setattr(QuantizedLinear, "__call__", nn.QuantizedLinear.__call__)
+    monkeypatch.setattr(QuantizedEmbedding, "as_linear", nn.QuantizedEmbedding.as_linear)
     ours, found = errors(truth, model(tokens), theirs(tokens))
     assert found <= 2 * ours + 1e-2
 

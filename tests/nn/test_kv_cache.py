@@ -47,3 +47,18 @@ def test_another_batch_is_refused():
     other = mx.zeros((1, 3, 2, 4))
     with pytest.raises(ValueError, match=r"\[KVCache\] .* the first, \(2, 3, 4\), but got \(1, 3, 4\)"):
         cache.update(other, other)
+
+
+def test_another_text_goes_on_from_what_is_kept():
+    cache = KVCache()
+    first, second, other = parts(5, 4, 3)
+    cache.update(first, 2 * first)
+    cache.update(second, 2 * second)
+    cache.keep(6)
+    keys, values = cache.update(other, 2 * other)
+    want = mx.concatenate([first, second[:, :, :1], other], axis=2)
+    assert mx.array_equal(keys, want)
+    assert mx.array_equal(values, 2 * want)
+    for length in (-1, 10):
+        with pytest.raises(ValueError, match=rf"^\[KVCache\] length must be in 0 \.\.\. 9 but got {length}\.$"):
+            cache.keep(length)

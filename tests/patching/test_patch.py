@@ -183,6 +183,22 @@ def test_what_has_no_replacement_is_kept_and_packing_refuses_it():
         model(inputs)
 
 
+class ReGLU(nn.Module):
+    def __call__(self, x, gate):
+        return nn.relu(gate) * x
+
+
+def test_experts_with_another_activation_are_kept():
+    model = make("mixtral")
+    for layer in model.layers:
+        layer.block_sparse_moe.switch_mlp.activation = ReGLU()
+    inputs = tokens(1, LENGTH)
+    logits = model(inputs)
+    report = patch(model)
+    assert "switch_layers.SwitchGLU" in [row.kind for row in report.kept]
+    check_close(model(inputs), logits)
+
+
 def test_a_mask_or_a_layer_of_ones_own_goes_mlx_lms_way():
     model = make("llama")
     x = mx.random.normal((1, 6, 32), key=mx.random.key(2))

@@ -2,6 +2,9 @@
 
 from functools import partial
 import json
+from pathlib import Path
+import subprocess
+import sys
 
 from forge_mlx.patching import loss, patch, unpatch
 import mlx.core as mx
@@ -157,7 +160,9 @@ def checkpointing(monkeypatch):
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize(
+    "is_compiled", [pytest.param(False, id="plain"), pytest.param(True, id="compiled", marks=pytest.mark.slow)]
+)
 def test_packed_rows_survive_mlx_lms_checkpointing(case, is_compiled, checkpointing):
     model = make(case)
     adapted_first(model)
@@ -199,3 +204,32 @@ def test_mlx_lms_files_are_the_same(case, is_quantised, tmp_path):
     again.load_weights(str(tmp_path / "model.safetensors"))
     unpatch(again)
     assert mx.array_equal(again(tokens(1, 9)), logits).item()
+
+
+@pytest.mark.slow
+def test_the_example_trains_the_same_adapters_with_and_without(tmp_path):
+    script = Path(__file__).parents[2] / "scripts" / "examples" / "mlx_lm_lora.py"
+    found = {}
+    for option in ("--mask-prompt", "--no-patch"):
+        folder = tmp_path / option.strip("-")
+        command = [
+            sys.executable,
+            str(script),
+            "--tiny",
+            "--iters",
+            "5",
+            "--adapter-path",
+            str(folder),
+            "--mask-prompt",
+        ]
+        result = subprocess.run([*command, option], capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        assert "peak memory" in result.stdout
+        assert ("kernels.flash_attention" in result.stdout) == (option != "--no-patch")
+        found[option] = mx.load(str(folder / "adapters.safetensors"))
+        assert json.loads((folder / "adapter_config.json").read_text())["fine_tune_type"] == "lora"
+    patched, stock = found.values()
+    assert patched.keys() == stock.keys()
+    for name, array in stock.items():
+        # Adam divides by gradients that are all but zero: what they are rounded to counts.
+        assert mx.abs(patched[name] - array).max().item() <= 1e-2 * mx.abs(array).max().item(), name

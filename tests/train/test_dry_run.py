@@ -1,5 +1,4 @@
 import io
-from pathlib import Path
 
 from forge_mlx.data import Batch
 from forge_mlx.data.tokenizer import Tokenizer
@@ -15,9 +14,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from rich.console import Console
+from shipped_configs import NEW, ROOT, SHIPPED, on_tiny_checkpoint
+from tiny_checkpoint import finetune_config
 
-CONFIGS = Path(__file__).parents[2] / "models" / "configs"
-SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 SMALL = """\
 run: {dir: x, device: cpu}
 data: {source: stdlib, tokenizer: {vocab_size: 2048}}
@@ -80,13 +79,14 @@ def test_large_heads_are_left_to_mlx(tmp_path):
     assert "attention: causal: mx.fast.scaled_dot_product_attention, as no kernel takes heads of 264" in text
 
 
-def test_lines_fit_a_terminal_of_80_columns():
-    for path in SHIPPED:
-        config = load_config(path, ["run.device=cpu"])
-        assert max(len(line) for line in described(config).splitlines()) <= 80, path
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=[path.stem for path in SHIPPED])
+def test_lines_fit_a_terminal_of_80_columns(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(path, ["run.device=cpu", *on_tiny_checkpoint(path, tmp_path)])
+    assert max(len(line) for line in described(config).splitlines()) <= 80
+
+
+@pytest.mark.parametrize("path", NEW, ids=[path.stem for path in NEW])
 def test_shipped_config_is_described_without_allocating_its_weights(path):
     config = load_config(path, ["run.device=cpu"])
     mx.clear_cache()
@@ -247,3 +247,9 @@ def test_routers_keep_float32_in_half_precision():
 def test_missing_data_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.txt"):
         described(small(tmp_path, f"data.source={tmp_path / 'nowhere.txt'}"))
+
+
+def test_missing_examples_are_an_error_too(tmp_path):
+    config = finetune_config(tmp_path, data__source=str(tmp_path / "nowhere.jsonl"))
+    with pytest.raises(ValueError, match=r"nowhere\.jsonl"):
+        described(config)

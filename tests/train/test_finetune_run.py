@@ -5,6 +5,7 @@ from pathlib import Path
 import shutil
 from typing import Any
 
+from forge_mlx.export import main as export
 from forge_mlx.hub.pretrained import load_pretrained
 from forge_mlx.nn.parameters import named_arrays
 from forge_mlx.opened_model import open_model
@@ -73,6 +74,21 @@ def test_a_run_learns_and_leaves_what_mlx_lm_opens(name, tmp_path):
     theirs = peer(tokens).astype(mx.float32)
     ours = open_model(outcome.folder).model(tokens).astype(mx.float32)
     assert mx.abs(ours - theirs).max().item() <= 1e-4 * mx.abs(theirs).max().item()
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("name", ["lora", "dora", "qlora", "qlora-on-codes", "qat-lora"])
+def test_what_is_exported_has_its_adapters_merged(name, tmp_path):
+    mlx_lm = pytest.importorskip("mlx_lm")
+    run = train(finetune_config(tmp_path, **METHODS[name]), log=_ignore).folder
+    assert export([str(run), str(tmp_path / "out")]) == 0
+    peer, _ = mlx_lm.load(str(tmp_path / "out"))
+    peer.eval()
+    tokens = mx.array([[1, 2, 3, 40, 50, 6]])
+    theirs, ours = peer(tokens).astype(mx.float32), open_model(run).model(tokens).astype(mx.float32)
+    # Codes are made anew of a merged weight, but where they were trained for it.
+    tolerance = 0.2 if name in ("qlora", "qlora-on-codes") else 1e-4
+    assert mx.abs(ours - theirs).max().item() <= tolerance * mx.abs(theirs).max().item()
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -1,7 +1,6 @@
 from functools import partial
 import json
 import os
-from pathlib import Path
 import re
 import shlex
 import shutil
@@ -15,10 +14,8 @@ from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.explain import all_keys
 from forge_mlx.train.loop import Interrupted, NonFiniteLoss
 import pytest
+from shipped_configs import ROOT, SHIPPED, on_tiny_checkpoint
 from tiny_run import write_config
-
-ROOT = Path(__file__).parents[2]
-SHIPPED = sorted((ROOT / "models" / "configs").glob("*.yaml"))
 
 
 @pytest.fixture
@@ -87,8 +84,10 @@ def test_overrides_may_stand_before_and_after_options(finished, command, tmp_pat
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=[path.stem for path in SHIPPED])
-def test_a_dry_run_of_each_shipped_config(path, command, tmp_path):
-    status, out, err = command(path, "--dry-run", "run.device=cpu", f"run.dir={tmp_path / 'run'}")
+def test_a_dry_run_of_each_shipped_config(path, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    base = on_tiny_checkpoint(path, tmp_path)
+    status, out, err = command(path, "--dry-run", "run.device=cpu", f"run.dir={tmp_path / 'run'}", *base)
     assert (status, err) == (0, "")
     for name in ("parameters:", "tokens a step:", "memory:"):
         assert f"\n{name}" in out

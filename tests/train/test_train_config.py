@@ -8,9 +8,9 @@ from forge_mlx.models.registry import ARCHITECTURES
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.load import ConfigError, dump_config, load_config
 import pytest
+from shipped_configs import FINETUNING, NEW, SHIPPED
 
 SECTIONS = "run, model, data, train, optim, adapter, qat, preference"
-CONFIGS = Path(__file__).parents[2] / "models" / "configs"
 BASE = """\
 run:
   dir: runs/x
@@ -573,9 +573,6 @@ def test_every_field_has_a_help_text():
     check(TrainConfig)
 
 
-SHIPPED = sorted(CONFIGS.glob("*.yaml"))
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=[path.stem for path in SHIPPED])
 def test_shipped_config_loads_and_begins_with_its_launch_command(path):
     first, second = path.read_text(encoding="utf-8").splitlines()[:2]
@@ -588,4 +585,9 @@ def test_shipped_config_loads_and_begins_with_its_launch_command(path):
 
 
 def test_the_families_are_shipped():
-    assert {path.stem for path in SHIPPED} >= {"quickstart", "gpt2-124m", "llama-small", "modded-small"}
+    assert {path.stem for path in NEW} >= {"quickstart", "gpt2-124m", "llama-small", "modded-small"}
+
+
+def test_every_method_of_fine_tuning_is_shipped():
+    methods = {"full", "lora", "rslora", "dora", "qlora", "qat", "qat_lora", "dpo", "orpo"}
+    assert {path.stem for path in FINETUNING} == methods
