@@ -6,6 +6,7 @@ from importlib import import_module
 import sys
 from typing import Final
 
+from forge_mlx._console import to_stderr
 from forge_mlx.data.chat import render_prompt
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.data.tokenizer import StreamDecoder
@@ -98,6 +99,7 @@ class Conversation:
                 self._sampler,
                 room,
                 stop=self._tokenizer.stop_ids,
+                vocab_size=self._tokenizer.vocab_size,
                 seed=self._seed,
                 cache=self._cache,
             ):
@@ -169,7 +171,7 @@ def answer_once(conversation: Conversation, message: str, write: Callable[[str],
             write(piece)
     write("\n")
     if conversation.was_cut:
-        _note("the answer was cut; a larger --max-tokens allows longer ones")
+        to_stderr("the answer was cut; a larger --max-tokens allows longer ones")
 
 
 def converse(conversation: Conversation, write: Callable[[str], None]) -> None:
@@ -184,7 +186,7 @@ def converse(conversation: Conversation, write: Callable[[str], None]) -> None:
         # Editing and history of the lines, where Python has it.
         with suppress(ImportError):
             import_module("readline")
-        _note(_HELP)
+        to_stderr(_HELP)
     while True:
         try:
             line = input("> " if is_terminal else "")
@@ -193,7 +195,7 @@ def converse(conversation: Conversation, write: Callable[[str], None]) -> None:
                 write("\n")
             return
         except KeyboardInterrupt:
-            _note("\n/exit or Ctrl-D ends")
+            to_stderr("\n/exit or Ctrl-D ends")
             continue
         if line.startswith("/"):
             if not _obey(conversation, line):
@@ -207,9 +209,9 @@ def _say(conversation: Conversation, line: str, write: Callable[[str], None]) ->
         answer_once(conversation, line, write)
     except KeyboardInterrupt:
         write("\n")
-        _note("stopped")
+        to_stderr("stopped")
     except ValueError as error:
-        _note(f"error: {error}")
+        to_stderr(f"error: {error}")
 
 
 def _obey(conversation: Conversation, line: str) -> bool:
@@ -220,20 +222,16 @@ def _obey(conversation: Conversation, line: str) -> bool:
         return False
     if command == "/reset":
         conversation.reset(conversation.system)
-        _note("a new conversation" if conversation.system is None else f"a new conversation: {conversation.system}")
+        to_stderr("a new conversation" if conversation.system is None else f"a new conversation: {conversation.system}")
     elif command == "/system" and rest:
         try:
             conversation.reset(rest)
-            _note("a new conversation with this system message")
+            to_stderr("a new conversation with this system message")
         except ValueError as error:
-            _note(f"error: {error}")
+            to_stderr(f"error: {error}")
     elif command == "/system":
-        _note(f"system message: {conversation.system or 'none'}; /system TEXT sets one")
+        to_stderr(f"system message: {conversation.system or 'none'}; /system TEXT sets one")
     else:
         start = "" if command == "/help" else f"there is no command {command}; to say it, begin with a space. "
-        _note(f"{start}{_HELP}")
+        to_stderr(f"{start}{_HELP}")
     return True
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -1,12 +1,12 @@
 """The command ``python -m forge_mlx.generate MODEL``: continue a text, or chat."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 import sys
-from typing import Final
+from typing import Any, Final
 
-from forge_mlx._console import print_what_fits
+from forge_mlx._console import HelpFormatter, run_command, to_stderr
 from forge_mlx._text import visible_controls
 from forge_mlx.chat import Conversation, answer_once, converse
 from forge_mlx.data.hub_tokenizer import HubTokenizer
@@ -14,10 +14,16 @@ from forge_mlx.data.tokenizer import StreamDecoder
 from forge_mlx.opened_model import OpenedModel, open_model
 from forge_mlx.sampling import Sampler, generate_tokens
 
-__all__ = ["OpenedModel", "main", "open_model", "stream_text"]
-
 _TEXT_TOKENS: Final = 200
 _CHAT_TOKENS: Final = 512
+_SAMPLING: Final[dict[str, Any]] = {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0}
+_EPILOG: Final = """\
+examples:
+  python -m forge_mlx.generate runs/quickstart --prompt "def test_"
+  python -m forge_mlx.generate runs/mine --chat
+  python -m forge_mlx.generate ../models/SmolLM2-135M-Instruct --chat --prompt "Why is the sky blue?"
+  python -m forge_mlx.generate ../models/SmolLM2-135M --adapter runs/mine/final --temperature 0
+"""
 
 
 def stream_text(
@@ -61,21 +67,56 @@ def stream_text(
 
 def _pieces(opened: OpenedModel, tokens: list[int], sampler: Sampler, max_tokens: int, seed: int) -> Iterator[str]:
     decoder = StreamDecoder(opened.tokenizer)
-    for token in generate_tokens(opened.model, tokens, sampler, max_tokens, stop=opened.tokenizer.stop_ids, seed=seed):
+    for token in generate_tokens(
+        opened.model,
+        tokens,
+        sampler,
+        max_tokens,
+        stop=opened.tokenizer.stop_ids,
+        vocab_size=opened.tokenizer.vocab_size,
+        seed=seed,
+    ):
         yield decoder.push(token)
     yield decoder.finish()
 
 
+def _sampler(options: argparse.Namespace, generation: Mapping[str, Any]) -> Sampler:
+    """The sampler of the options; what they leave open is as generation_config.json has it, else the command's own."""
+    given = {name: value for name in _SAMPLING if (value := getattr(options, name)) is not None}
+    theirs = {name: generation[name] for name in _SAMPLING if name not in given and generation.get(name) is not None}
+    # Transformers then samples by none of the others.
+    is_greedy = generation.get("do_sample") is False and not given
+    if is_greedy:
+        theirs = {"temperature": 0.0}
+    try:
+        if words := [name for name, value in theirs.items() if not isinstance(value, (int, float))]:
+            raise ValueError(f"{words[0]} must be a number but is {theirs[words[0]]!r}.")
+        sampler = Sampler(**{**_SAMPLING, **theirs, **given})
+    except ValueError as error:
+        if not theirs:
+            raise
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in theirs)
+        raise ValueError(f"generation_config.json of the model cannot be followed: {error} Give {names}.") from None
+    if theirs:
+        shown = "greedy" if is_greedy else ", ".join(f"{name} {value}" for name, value in theirs.items())
+        to_stderr(f"as the model's generation_config.json says: {shown}")
+    return sampler
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m forge_mlx.generate", description="Continue a prompt with a model, or chat with it."
+        prog="python -m forge_mlx.generate",
+        description="Continue a prompt with a model, or chat with it. Tokens are chosen as the generation_config.json "
+        "of a published model says, and by these options where they are given.",
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "model",
         help="a run's folder, a model folder such as RUN/final, a checkpoint of a run; a folder in Hugging Face's or "
         "mlx-lm's layout, a .gguf file, or a model's name on the Hugging Face Hub",
     )
-    parser.add_argument("--adapter", type=Path, metavar="FOLDER", help="adapters to put on the model")
+    parser.add_argument("--adapter", type=Path, metavar="FOLDER", help="adapters to put on the model (default: none)")
     parser.add_argument(
         "--prompt",
         help="text to continue (default: the start of a document; a model of few documents needs a prompt); with "
@@ -84,26 +125,32 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="talk to the model through its chat template, in turns or with --prompt once",
+        help="talk to the model through its chat template, in turns or with --prompt once (default: continue a text)",
     )
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message (default: none)")
     parser.add_argument(
         "--max-tokens",
         type=int,
+        metavar="N",
         help=f"most tokens to write (default {_TEXT_TOKENS}; of an answer with --chat {_CHAT_TOKENS})",
     )
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
-    parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0: all)")
-    parser.add_argument("--top-p", type=float, default=0.95, help="keep the likeliest to this sum (default 0.95)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's, else 0.8)")
     parser.add_argument(
-        "--min-p", type=float, default=0.0, help="drop what is rarer than this x the likeliest (default 0: none)"
+        "--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default: the model's, else 0: all)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="keep the likeliest to this sum (default: the model's, else 0.95)"
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="drop what is rarer than this x the likeliest (default: the model's, else 0: none)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (default 0)"
+    )
     return parser
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _write(piece: str) -> None:
@@ -113,8 +160,8 @@ def _write(piece: str) -> None:
 
 def _continue(opened: OpenedModel, sampler: Sampler, options: argparse.Namespace) -> None:
     prompt, most = options.prompt or "", _given(options.max_tokens, _TEXT_TOKENS)
-    pieces = stream_text(opened, prompt, sampler, most, options.seed, warn=_to_stderr)
-    _to_stderr(f"[{opened.source}]")
+    pieces = stream_text(opened, prompt, sampler, most, options.seed, warn=to_stderr)
+    to_stderr(f"[{opened.source}]")
     _write(prompt)
     written = False
     for piece in pieces:
@@ -122,7 +169,7 @@ def _continue(opened: OpenedModel, sampler: Sampler, options: argparse.Namespace
         written = written or bool(piece)
     _write("\n")
     if not written:
-        _to_stderr("the model ended the text at once; another --prompt or --temperature may help")
+        to_stderr("the model ended the text at once; another --prompt or --temperature may help")
 
 
 def _chat(opened: OpenedModel, sampler: Sampler, options: argparse.Namespace) -> None:
@@ -137,10 +184,10 @@ def _chat(opened: OpenedModel, sampler: Sampler, options: argparse.Namespace) ->
         sampler,
         max_tokens=_given(options.max_tokens, _CHAT_TOKENS),
         seed=options.seed,
-        warn=_to_stderr,
+        warn=to_stderr,
     )
     conversation.reset(options.system)
-    _to_stderr(f"[{opened.source}]")
+    to_stderr(f"[{opened.source}]")
     if options.prompt is None:
         converse(conversation, _write)
     else:
@@ -151,26 +198,19 @@ def _given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
+def _generate(options: argparse.Namespace) -> None:
+    if options.system is not None and not options.chat:
+        raise ValueError("--system needs --chat.")
+    # What is wrong with the options shows before a model is loaded.
+    _sampler(options, {})
+    opened = open_model(options.model, adapter=options.adapter, log=to_stderr)
+    (_chat if options.chat else _continue)(opened, _sampler(options, opened.generation or {}), options)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     options = _parser().parse_args(arguments)
-    print_what_fits()
-    try:
-        if options.system is not None and not options.chat:
-            raise ValueError("--system needs --chat.")
-        sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
-        opened = open_model(options.model, adapter=options.adapter, log=_to_stderr)
-        (_chat if options.chat else _continue)(opened, sampler, options)
-        return 0
-    except BrokenPipeError:
-        # The reader has had enough, as `head` does.
-        return 0
-    except (ValueError, OSError) as error:
-        _to_stderr(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        print()
-        return 130
+    return run_command(lambda: _generate(options))
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ def generate_tokens(
     max_tokens: int,
     *,
     stop: Set[int] = frozenset(),
+    vocab_size: int | None = None,
     seed: int = 0,
     cache: list[Any] | None = None,
     use_cache: bool = True,
@@ -106,6 +107,8 @@ def generate_tokens(
         sampler: how a token is chosen.
         max_tokens: the most tokens to yield.
         stop: tokens that end the text; they are not yielded.
+        vocab_size: the tokenizer's, whose ids alone are drawn: a model's table may end in rows that stand for nothing.
+            None: as many as the model has.
         seed: the same seed gives the same tokens; MLX's global random state is not touched.
         cache: holds the text before the prompt, and is extended by the prompt and what is yielded, the last token
             perhaps excepted; None: the prompt is the start.
@@ -127,7 +130,7 @@ def generate_tokens(
     for _ in range(max_tokens):
         logits = _last_logits(model, unread, cache) if use_cache else _last_logits(model, text, None)
         key, draw = mx.random.split(key)
-        token = sampler(logits, draw)
+        token = sampler(logits[:vocab_size], draw)
         if token in stop:
             return
         yield token

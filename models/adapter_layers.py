@@ -1,11 +1,12 @@
 """The layer with an adapter that takes the place of another, and how its adapted weight is quantised."""
 
-from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Final, cast
 
+from forge_mlx.models.qat import preparable_layers
 from forge_mlx.models.qat_config import LayerQuantization, QATConfig
-from forge_mlx.nn.adapted_base import Kind, codes_options, float_layer, holds_codes, kind_of
+from forge_mlx.models.qat_patterns import chosen_formats
+from forge_mlx.nn.adapted_base import Kind, codes_options, float_layer, kind_of
+from forge_mlx.nn.coded import holds_codes
 from forge_mlx.nn.dora import DoRAEmbedding, DoRALinear
 from forge_mlx.nn.fake_quant import FakeQuantized
 from forge_mlx.nn.lora import Adapter, AdapterOptions, LoRAEmbedding, LoRAExpertLinear, LoRALinear
@@ -17,7 +18,7 @@ from forge_mlx.nn.qat_lora import (
     FakeQuantLoRAExpertLinear,
     FakeQuantLoRALinear,
 )
-from forge_mlx.nn.quantized import describe_options
+from forge_mlx.nn.weight_format import describe_options
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -66,38 +67,31 @@ def formats_of_codes(model: nn.Module, chosen: dict[str, nn.Module], qat: QATCon
     Args:
         model: The model.
         chosen: The layers that get adapters, by their names.
-        qat: What is asked for.
+        qat: What is asked for. Its patterns are those of `prepare_qat`, and choose among layers of codes too.
 
     Raises:
-        ValueError: When the config names another format for one of them, or one that is float.
+        ValueError: When a pattern fits no layer or has no effect, the config chooses no layer that gets an adapter,
+            or it names another format for one of them, or one that is float.
     """
-    formats = {}
-    for name, layer in chosen.items():
-        how = _asked_format(name, qat)
-        if how is None:
-            continue
-        if not holds_codes(layer):
+    coded = {name: layer for name, layer in model.named_modules() if name and holds_codes(layer)}
+    asked = chosen_formats("[add_adapters] qat:", model, preparable_layers(model) | coded, qat)
+    formats = {name: asked[name] for name in chosen if name in asked}
+    if not formats:
+        raise ValueError(
+            "[add_adapters] qat must choose a layer that gets an adapter, as the others of a model of codes stay as "
+            f"they are, but chooses {len(asked)} that get none, such as {next(iter(asked))}. Change modules or targets."
+        )
+    for name, how in formats.items():
+        if name not in coded:
             raise ValueError(
                 f"[add_adapters] qat: in a model of codes all that it names must be codes but {name} is float. Leave "
                 f"it float by qat.overrides: {{{name}: null}}, or take the float model."
             )
-        own = codes_options(layer)
+        own = codes_options(chosen[name])
         if own != how.options:
             raise ValueError(
                 f"[add_adapters] qat must name the format that the codes of the model have, for {name} "
                 f"{describe_options(own, None)}, but got {describe_options(how.options, None)}. Change it, or take the "
                 "float model."
             )
-        keeps_input = kind_of(layer) == "embedding" or name == getattr(model, "head_name", None)
-        formats[name] = replace(how, activations=None) if keeps_input else how
     return formats
-
-
-def _asked_format(name: str, qat: QATConfig) -> LayerQuantization | None:
-    """How a config wants a layer quantised; None: not at all."""
-    if not any(fnmatchcase(name, pattern) for pattern in qat.modules):
-        return None
-    fitting = [override for pattern, override in qat.overrides.items() if fnmatchcase(name, pattern)]
-    if fitting and fitting[-1] is None:
-        return None
-    return qat.merged(fitting[-1] if fitting else None)

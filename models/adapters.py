@@ -6,7 +6,7 @@ adapted = merge_adapters(model)
 unmerge_adapters(model, adapted)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -15,13 +15,14 @@ from forge_mlx.models.adapter_layers import adapted_layer, formats_of_codes
 from forge_mlx.models.adapter_targets import chosen_layers
 from forge_mlx.models.qat import convert_qat, is_prepared, prepare_qat
 from forge_mlx.models.qat_config import LayerQuantization, QATConfig
-from forge_mlx.nn.adapted_base import float_layer, float_weight, holds_codes, kind_of
+from forge_mlx.models.replace import replace_each, replace_layer
+from forge_mlx.nn.adapted_base import float_layer, float_weight, kind_of
+from forge_mlx.nn.coded import holds_codes
 from forge_mlx.nn.fake_quant import FakeQuantized
 from forge_mlx.nn.lora import Adapter, AdapterOptions
 from forge_mlx.nn.module_copy import copied_modules
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
 __all__ = [
     "AdapterConfig",
@@ -79,7 +80,7 @@ def add_adapters(model: AnyModule, config: AdapterConfig, *, seed: int, qat: QAT
         # A layer that stands in several places stays one.
         if id(layer) not in made:
             made[id(layer)] = adapted_layer(layer, options, config.method == "dora", formats.get(name), key)
-        _replace(model, name, made[id(layer)])
+        replace_layer(model, name, made[id(layer)])
     return model
 
 
@@ -160,12 +161,12 @@ def merge_adapters(
     # The conversion casts the parameters of what it finds: what is to be put back must not be that.
     copies = cast(dict[str, nn.Module], copied_modules(cast(Any, replaced)))
     for name in replaced:
-        _replace(model, name, copies[name])
+        replace_layer(model, name, copies[name])
     if in_qat:
         convert_qat(model, dtype)
-    _replace_each(model, lambda layer: layer.merged(dequantize=dequantize) if isinstance(layer, Adapter) else None)
+    replace_each(model, lambda layer: layer.merged(dequantize=dequantize) if isinstance(layer, Adapter) else None)
     if dequantize:
-        _replace_each(model, lambda layer: float_layer(layer, float_weight(layer)) if holds_codes(layer) else None)
+        replace_each(model, lambda layer: float_layer(layer, float_weight(layer)) if holds_codes(layer) else None)
     return replaced
 
 
@@ -174,11 +175,14 @@ def unmerge_adapters(model: nn.Module, replaced: dict[str, nn.Module]) -> None:
 
     Args:
         model: The merged model, changed in place.
-        replaced: What `merge_adapters` returned.
+        replaced: What `merge_adapters` returned of this model. Of another model with layers of the same names it
+            would put in that one's, unseen.
 
     Raises:
-        ValueError: When the model has no such places, or has adapters.
+        ValueError: When the model has adapters, or no such places.
     """
+    if adapted_layers(model):
+        raise ValueError("[unmerge_adapters] model must be merged but has adapters. Call merge_adapters first.")
     names = dict(model.named_modules())
     missing = [name for name in replaced if name not in names]
     if missing or not replaced:
@@ -187,7 +191,7 @@ def unmerge_adapters(model: nn.Module, replaced: dict[str, nn.Module]) -> None:
             f"{f', {missing[0]} among them, which it does not have' if missing else ''}. Give that."
         )
     for name, layer in replaced.items():
-        _replace(model, name, layer)
+        replace_layer(model, name, layer)
 
 
 def _check_dropout(model: nn.Module, config: AdapterConfig, qat: QATConfig | None) -> None:
@@ -216,20 +220,3 @@ def _outermost(model: nn.Module, dequantize: bool) -> dict[str, nn.Module]:
         if isinstance(module, kinds) or (dequantize and holds_codes(module))
     }
     return {name: module for name, module in found.items() if name.rpartition(".")[0] not in found}
-
-
-def _replace_each(model: nn.Module, successor: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replace the layers that have a successor, each at once, so that no two weights of one exist for long."""
-    made: dict[int, nn.Module] = {}
-    for name, layer in sorted(model.named_modules()):
-        if id(layer) not in made:
-            new = successor(layer)
-            if new is None:
-                continue
-            mx.eval(new.parameters())
-            made[id(layer)] = new
-        _replace(model, name, made[id(layer)])
-
-
-def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
-    model.update_modules(cast(dict[str, Any], tree_unflatten([(name, layer)])))

@@ -2,10 +2,11 @@
 
 from typing import TypeVar
 
-from forge_mlx.nn.adapted_base import float_layer, float_weight, holds_codes
+from forge_mlx.models.replace import replace_each
+from forge_mlx.nn.adapted_base import float_layer, float_weight
+from forge_mlx.nn.coded import holds_codes
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -25,14 +26,9 @@ def dequantize_layers(model: AnyModule, dtype: mx.Dtype) -> AnyModule:
     Raises:
         ValueError: When no layer holds codes.
     """
-    coded = {name: module for name, module in model.named_modules() if holds_codes(module)}
-    if not coded:
+    if not any(name and holds_codes(module) for name, module in model.named_modules()):
         raise ValueError("[dequantize_layers] model must have layers of codes but has none. Leave this out.")
-    made: dict[int, nn.Module] = {}
-    for name, layer in coded.items():
-        # A layer that stands in several places stays one.
-        if id(layer) not in made:
-            made[id(layer)] = float_layer(layer, float_weight(layer).astype(dtype))
-            mx.eval(made[id(layer)].parameters())
-        model.update_modules(tree_unflatten([(name, made[id(layer)])]))
+    replace_each(
+        model, lambda layer: float_layer(layer, float_weight(layer).astype(dtype)) if holds_codes(layer) else None
+    )
     return model

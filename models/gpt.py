@@ -8,13 +8,13 @@ from forge_mlx.models.block import Block, attention_of, mlp_of, norm_of
 from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.initial import initialise, unchanged_random_state
 from forge_mlx.nn.activations import softcap
+from forge_mlx.nn.coded import Coded, named_shapes
 from forge_mlx.nn.dropout import Dropout
 from forge_mlx.nn.embedding import Embedding
 from forge_mlx.nn.fake_quant import FakeQuantized
 from forge_mlx.nn.kv_cache import KVCache
 from forge_mlx.nn.linear import Linear
 from forge_mlx.nn.lora import Adapter
-from forge_mlx.nn.quantized import Coded, named_shapes
 from forge_mlx.nn.recompute import recomputed
 from forge_mlx.nn.token_shift import LastToken, TokenShift
 import mlx.core as mx

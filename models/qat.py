@@ -8,12 +8,13 @@ After Jacob et al. 2018 (arXiv:1712.05877); the two steps and their names are to
 straight-through estimator of Bengio et al. 2013 (arXiv:1308.3432).
 """
 
-from dataclasses import replace
-import difflib
-from fnmatch import fnmatchcase
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Mapping
+from typing import Final, TypeVar
 
 from forge_mlx.models.qat_config import LayerQuantization, QATConfig, QATOverride
+from forge_mlx.models.qat_patterns import chosen_formats
+from forge_mlx.models.replace import replace_each, replace_layer
+from forge_mlx.nn.coded import holds_codes
 from forge_mlx.nn.embedding import Embedding
 from forge_mlx.nn.expert_linear import ExpertLinear
 from forge_mlx.nn.fake_quant import (
@@ -25,10 +26,8 @@ from forge_mlx.nn.fake_quant import (
 )
 from forge_mlx.nn.linear import Linear
 from forge_mlx.nn.parameters import cast_floats
-from forge_mlx.nn.quantized import Coded
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
 __all__ = [
     "QATConfig",
@@ -49,8 +48,6 @@ _PREPARED: Final[dict[type[nn.Module], type[FakeQuantized]]] = {
     Embedding: FakeQuantEmbedding,
     ExpertLinear: FakeQuantExpertLinear,
 }
-# Those of `mlx.nn.quantize` too.
-_HOLD_CODES: Final = (Coded, nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -78,16 +75,17 @@ def prepare_qat(model: AnyModule, config: QATConfig) -> AnyModule:
             nothing is changed.
     """
     _check_arguments(model, config)
-    chosen = _chosen(model, config)
-    _check_shared(model, chosen)
-    _check_shapes(chosen)
+    layers = preparable_layers(model)
+    chosen = chosen_formats("[prepare_qat]", model, layers, config)
+    _check_shapes(layers, chosen)
     prepared: dict[int, nn.Module] = {}
-    for name, (layer, how) in chosen.items():
+    for name, how in chosen.items():
+        layer = layers[name]
         # A layer that stands in several places stays one.
-        prepared.setdefault(
-            id(layer), _PREPARED[type(layer)](layer, how.options, ste=how.ste, activations=how.activations)
-        )
-        _replace(model, name, prepared[id(layer)])
+        if id(layer) not in prepared:
+            made = _PREPARED[type(layer)]
+            prepared[id(layer)] = made(layer, how.options, ste=how.ste, activations=how.activations)
+        replace_layer(model, name, prepared[id(layer)])
     return model
 
 
@@ -120,12 +118,7 @@ def convert_qat(model: AnyModule, dtype: mx.Dtype | None = None) -> AnyModule:
         if dtype not in (mx.float32, mx.float16, mx.bfloat16):
             raise ValueError(f"[convert_qat] dtype must be float32, float16 or bfloat16 but got {dtype}.")
         model.update(cast_floats(model.trainable_parameters(), dtype))
-    coded: dict[int, nn.Module] = {}
-    for name, layer in prepared_layers(model):
-        if id(layer) not in coded:
-            coded[id(layer)] = layer.to_coded()
-            mx.eval(coded[id(layer)].parameters())
-        _replace(model, name, coded[id(layer)])
+    replace_each(model, lambda layer: layer.to_coded() if isinstance(layer, FakeQuantized) else None)
     return model
 
 
@@ -167,6 +160,15 @@ def fake_quant_enabled(config: QATConfig, step: int) -> bool:
     return config.start_step <= step and (config.end_step is None or step < config.end_step)
 
 
+def preparable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The float layers inside of a model that `prepare_qat` can replace, by their names, in the order of the names.
+
+    Args:
+        model: Any model.
+    """
+    return {name: layer for name, layer in sorted(model.named_modules()) if name and type(layer) in _PREPARED}
+
+
 def prepared_layers(model: nn.Module) -> list[tuple[str, FakeQuantized]]:
     """The fake-quantised layers of a model with their names, enabled or not.
 
@@ -187,7 +189,7 @@ def _check_arguments(model: nn.Module, config: object) -> None:
         raise ValueError(
             "[prepare_qat] model must be without fake quantisation but is prepared already. Prepare it once."
         )
-    found = sorted(name for name, module in model.named_modules() if isinstance(module, _HOLD_CODES))
+    found = sorted(name for name, module in model.named_modules() if holds_codes(module))
     if found:
         raise ValueError(
             f"[prepare_qat] model must hold floats but {found[0] or 'it'} holds codes: it is converted already. "
@@ -198,108 +200,18 @@ def _check_arguments(model: nn.Module, config: object) -> None:
             f"[prepare_qat] model must be a module that holds the layers to quantise, which are replaced in it, but is "
             f"itself a {type(model).__name__}. Put it into one, such as nn.Sequential(layer)."
         )
-    if not any(type(module) in _PREPARED for module in model.modules()):
+    if not preparable_layers(model):
         raise ValueError(
             f"[prepare_qat] model must have linear layers, embeddings or experts to quantise but the "
             f"{type(model).__name__} has none. Layers of classes that derive from these do not count."
         )
 
 
-def _chosen(model: nn.Module, config: QATConfig) -> dict[str, tuple[nn.Module, LayerQuantization]]:
-    """Each layer to quantise by its name, with the last override that fits."""
-    modules = {name: module for name, module in sorted(model.named_modules()) if name}
-    names = [name for name, module in modules.items() if type(module) in _PREPARED]
-    picked = {name for pattern in config.modules for name in _matches(pattern, "modules", names, modules)}
-    last: dict[str, QATOverride | None] = dict.fromkeys(picked, QATOverride())
-    decided_by: dict[str, str] = {}
-    for pattern, override in config.overrides.items():
-        found = _matches(pattern, "overrides", [name for name in names if name in picked], modules)
-        decided_by.update(dict.fromkeys(found, pattern))
-        if (
-            override is not None
-            and override.activations == "int8"
-            and all(_keeps_input(model, name, modules[name]) for name in found)
-        ):
-            raise ValueError(
-                f"[prepare_qat] overrides: activations must be left out for {pattern!r}, which fits only the output "
-                "head or embeddings, whose input stays float, but got int8. Remove it."
-            )
-        last.update(dict.fromkeys(found, override))
-    covered = [pattern for pattern in config.overrides if pattern not in decided_by.values()]
-    if covered:
-        raise ValueError(
-            f"[prepare_qat] overrides: a pattern must decide about a layer but all that {covered[0]!r} fits are fitted "
-            "by later ones, and the last counts. Move it behind them or remove it."
-        )
-    chosen = {}
-    for name, override in sorted(last.items()):
-        if override is not None:
-            how = config.merged(override)
-            kept = _keeps_input(model, name, modules[name])
-            chosen[name] = modules[name], replace(how, activations=None) if kept else how
-    _check_effect(chosen, config)
-    return chosen
-
-
-def _check_effect(chosen: dict[str, tuple[nn.Module, LayerQuantization]], config: QATConfig) -> None:
-    """Raise where nothing would be quantised of what the config asks for."""
-    if not chosen:
-        raise ValueError(
-            "[prepare_qat] overrides: a layer must be left to quantise but null fits all that `modules` chooses: the "
-            "model would stay float. Remove an override, or train without quantisation."
-        )
-    if config.activations is not None and all(how.activations is None for _, how in chosen.values()):
-        raise ValueError(
-            f"[prepare_qat] activations must be null where the inputs of all quantised layers stay float, as those of "
-            f"embeddings and of the output head do, but got {config.activations}. Set it to null or quantise others."
-        )
-
-
-def _matches(pattern: str, key: str, names: list[str], modules: dict[str, nn.Module]) -> list[str]:
-    """The names among those of layers that can be quantised that a pattern fits, at least one."""
-    found = [name for name in names if fnmatchcase(name, pattern)]
-    if found:
-        return found
-    others = [name for name in modules if fnmatchcase(name, pattern)]
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
-    inside = [name for name in names if name.startswith(f"{pattern}.")]
-    if inside:
-        way_out = f"It is the name of what holds such layers: write {pattern}.*."
-    elif others and key == "overrides" and any(type(modules[name]) in _PREPARED for name in others):
-        way_out = f"{others[0]} is not among `modules`: add it there."
-    elif others:
-        way_out = f"{others[0]} is a {type(modules[others[0]]).__name__}, which stays float."
-    else:
-        way_out = (
-            f"Near it are {', '.join(near)}." if near else f"There are {len(names)}, such as {', '.join(names[:3])}."
-        )
-    raise ValueError(f"[prepare_qat] {key}: a pattern must fit a layer to quantise but got {pattern!r}. {way_out}")
-
-
-def _keeps_input(model: nn.Module, name: str, layer: nn.Module) -> bool:
-    """Whether a layer's input stays float: ids, and what the head gets, as a loss may read the head's matrix alone."""
-    return isinstance(layer, nn.Embedding) or name == getattr(model, "head_name", None)
-
-
-def _check_shared(model: nn.Module, chosen: dict[str, tuple[nn.Module, LayerQuantization]]) -> None:
-    """Raise where a layer that stands in several places, and has one weight, would be quantised in several ways."""
-    ways: dict[int, dict[str, LayerQuantization | None]] = {}
-    for name, layer in sorted(model.named_modules()):
-        if type(layer) in _PREPARED:
-            ways.setdefault(id(layer), {})[name] = chosen[name][1] if name in chosen else None
-    for found in ways.values():
-        if len(set(found.values())) > 1:
-            raise ValueError(
-                "[prepare_qat] a layer in several places must be quantised alike in all of them but "
-                f"{', '.join(found)}, which are one layer, are not. Let the same patterns fit them."
-            )
-
-
-def _check_shapes(chosen: dict[str, tuple[nn.Module, LayerQuantization]]) -> None:
+def _check_shapes(layers: Mapping[str, nn.Module], chosen: Mapping[str, LayerQuantization]) -> None:
     problems = [
-        f"{name} {layer.weight.shape} ({how.options.mode}: a multiple of {columns_multiple(how.options)})"
-        for name, (layer, how) in chosen.items()
-        if layer.weight.shape[-1] % columns_multiple(how.options)
+        f"{name} {layers[name].weight.shape} ({how.options.mode}: a multiple of {columns_multiple(how.options)})"
+        for name, how in chosen.items()
+        if layers[name].weight.shape[-1] % columns_multiple(how.options)
     ]
     if problems:
         raise ValueError(
@@ -307,7 +219,3 @@ def _check_shapes(chosen: dict[str, tuple[nn.Module, LayerQuantization]]) -> Non
             f"{', '.join(problems)}. Change the shape or the group size, or leave these out by overrides: "
             "{NAME: null}."
         )
-
-
-def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
-    model.update_modules(cast(dict[str, Any], tree_unflatten([(name, layer)])))

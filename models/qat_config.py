@@ -5,7 +5,7 @@ from typing import Final, Literal, TypeAlias
 
 from forge_mlx._config import Section
 from forge_mlx.kernels.quantize.options import Granularity, Mode, Options, Ste, checked_options
-from forge_mlx.nn.quantized import Activations
+from forge_mlx.nn.weight_format import Activations
 from pydantic import Field, model_validator
 
 _BITS = "Bits of a code: affine 2, 3, 4, 5, 6 or 8; null: the mode's own, for affine 4."

@@ -3,6 +3,7 @@
 from contextlib import closing
 from functools import partial
 import io
+import json
 import os
 from pathlib import Path
 import select
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 
-from forge_mlx import chat
+from forge_mlx import chat, generate
 from forge_mlx.chat import Conversation
 from forge_mlx.data.chat import render_prompt
 from forge_mlx.data.tokenizer import Tokenizer
@@ -298,6 +299,52 @@ def test_adapters_are_put_on_the_model(folder, tmp_path, command):
     status, out, err = command(folder, "--adapter", tmp_path / "none", *arguments)
     assert (status, out) == (2, "")
     assert str(tmp_path / "none") in err
+
+
+SAMPLES = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": 0}
+GREEDY_FILE = {"do_sample": False, "temperature": 0.6, "top_p": None}
+
+
+@pytest.mark.parametrize("chats", [True, False], ids=["chat", "text"])
+@pytest.mark.parametrize(
+    ("file", "arguments", "sampler", "said"),
+    [
+        (SAMPLES, (), Sampler(0.6, 20, 0.9), "temperature 0.6, top_k 20, top_p 0.9"),
+        (SAMPLES, ("--temperature", 0.3, "--min-p", 0.1), Sampler(0.3, 20, 0.9, 0.1), "top_k 20, top_p 0.9"),
+        (SAMPLES, ("--temperature", 1, "--top-k", 0, "--top-p", 1), Sampler(1.0, 0, 1.0), None),
+        (GREEDY_FILE, (), Sampler(0.0, 0, 0.95), "greedy"),
+        (GREEDY_FILE, ("--top-p", 0.5), Sampler(0.6, 0, 0.5), "temperature 0.6"),
+        ({"eos_token_id": 0}, (), Sampler(0.8, 0, 0.95), None),
+    ],
+    ids=["samples", "some are given", "all are given", "greedy", "greedy but asked", "says nothing"],
+)
+def test_what_is_not_given_is_as_the_model_says(tmp_path, command, monkeypatch, chats, file, arguments, sampler, said):
+    folder = write_hub_model(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(file), encoding="utf-8")
+    seen = []
+    for module in (chat, generate):
+        monkeypatch.setattr(module, "generate_tokens", lambda *args, **_: seen.append(args[2]) or iter([]))
+    status, _, err = command(folder, *(("--chat",) if chats else ()), "--prompt", "hello", *arguments)
+    assert (status, seen) == (0, [sampler])
+    lines = [line for line in err.splitlines() if "generation_config.json" in line]
+    assert lines == ([] if said is None else [f"as the model's generation_config.json says: {said}"])
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number but is 'hot'. Give --temperature."),
+        ({"top_k": -1, "top_p": 0.9}, "but got -1. Give --top-k, --top-p."),
+    ],
+    ids=["a word", "out of range"],
+)
+def test_sampling_that_a_model_cannot_mean(tmp_path, command, file, message):
+    folder = write_hub_model(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(file), encoding="utf-8")
+    status, out, err = command(folder, "--prompt", "hello")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: generation_config.json of the model cannot be followed: ")
+    assert err.endswith(message + "\n")
 
 
 @pytest.mark.slow

@@ -5,12 +5,12 @@ import json
 import shutil
 
 from forge_mlx import export, generate
-from forge_mlx.generate import open_model
 from forge_mlx.hub.native import ModelFolderError, load_model
 from forge_mlx.models.moe import MoE
 from forge_mlx.models.qat import prepare_qat
 from forge_mlx.models.registry import build_model
 from forge_mlx.nn.parameters import named_arrays
+from forge_mlx.opened_model import open_model
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.load import load_config
 from forge_mlx.train.loop import train
@@ -116,7 +116,7 @@ def is_quantised(model):
 def test_the_last_checkpoint_is_the_final_model(run_of, name):
     run = run_of(name)
     final, _ = load_model(run / "final")
-    opened, _, source, _ = open_model(checkpoint(run, 4))
+    opened, _, source, *_ = open_model(checkpoint(run, 4))
     assert source == checkpoint(run, 4)
     assert not opened.training
     assert is_quantised(opened) == is_quantised(final) == QUANTISED[name][1]

@@ -15,10 +15,13 @@ from forge_mlx.evaluation.scoring import score
 from forge_mlx.hub.native import save_model
 from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.opened_model import open_model
+from forge_mlx.train.loop import train
 import mlx.core as mx
 import numpy as np
 import pytest
 from tiny_hub_model import SHAPE, TEXT, tiny_model, tiny_tokenizer, write_hub_model
+
+from tests.train.tiny_checkpoint import finetune_config
 
 TEXTS = ["hello", "größe 4!", TEXT[:500], "x", "", TEXT[300:340]]
 CHATS = [
@@ -170,6 +173,51 @@ def test_of_a_prompt_and_its_completion_the_completion_is_scored(folder, tmp_pat
     assert err.startswith("format: prompt_completion, as the first record has completion and prompt\n")
 
 
+def test_a_prompt_may_stand_in_the_chat_template(folder, tmp_path, command):
+    file = write_lines(tmp_path / "a.jsonl", [{"prompt": "user says", "completion": "hello"}])
+    messages = [{"role": "user", "content": "user says"}, {"role": "assistant", "content": "hello"}]
+    ids, is_target = encode_chat(tiny_tokenizer(), messages)
+    want = nats(tiny_model(), ids.tolist(), is_target)
+    status, _, _ = command(folder, file, "--prompt-as", "chat", "--json", tmp_path / "out.json")
+    assert status == 0
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert found["nats"] == pytest.approx(want, rel=1e-5)
+    assert (found["prompt_as"], found["num_bytes"]) == ("chat", len("hello"))
+
+
+RUNS = {
+    "prompt_completion": {"prompt_field": "q", "completion_field": "a", "prompt_as": "chat"},
+    "chat": {"messages_field": "turns", "train_on": "last"},
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("adapter", [{"rank": 2}, None], ids=["adapters", "all"])
+def test_a_run_is_measured_as_it_measures_itself(kind, adapter, tmp_path, command):
+    """The loss of its last validation, of the run's folder, its final one and its newest checkpoint."""
+    words = ["north", "south", "east"]
+    turns = [[("user", f"is it {word}?"), ("assistant", "yes!"), ("user", "?"), ("assistant", word)] for word in words]
+    chats = [{"turns": [{"role": role, "content": content} for role, content in chat]} for chat in turns]
+    prompts = [{"q": f"is it {word}?", "a": f"{word}!"} for word in words]
+    examples = chats if kind == "chat" else prompts
+    source, file = (write_lines(tmp_path / f"{name}.jsonl", examples) for name in ("train", "valid"))
+    data = {"source": str(source), "valid_paths": str(file), "format": kind, **RUNS[kind]}
+    mx.disable_compile()
+    try:
+        run = train(finetune_config(tmp_path, kind, train__steps=2, data=data, adapter=adapter), log=lambda _: None)
+    finally:
+        mx.enable_compile()
+    settings = ", ".join(f"{name}: {value}" for name, value in RUNS[kind].items())
+    for model in (run.folder, run.folder / "final", run.folder / "checkpoints" / "step-00000002"):
+        status, _, err = command(model, file, "--json", tmp_path / "out.json")
+        assert status == 0, err
+        found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+        assert found["nats_per_token"] == pytest.approx(run.loss, rel=1e-5)
+        assert found["bits_per_byte"] == pytest.approx(run.bits_per_byte, rel=1e-5)
+        assert f"format: {kind}, as the first record has " in err
+        assert f"as in the run's section data: {settings}\n" in err
+
+
 def choice_sums(model, tokenizer, record):
     """ln p of each choice, its number of tokens: by the rule of lm-evaluation-harness, token by token."""
     prompt = record.get("question", record.get("prompt"))
@@ -304,6 +352,9 @@ def test_bad_settings_and_data_are_one_line(folder, tmp_path, command):
     text = tmp_path / "a.txt"
     text.write_text("hello", encoding="utf-8")
     fields = write_lines(tmp_path / "f.jsonl", [{"content": "x"}])
+    chats = write_lines(tmp_path / "chats.jsonl", [{"messages": []}])
+    questions = write_lines(tmp_path / "q.jsonl", QUESTIONS)
+    pairs = write_lines(tmp_path / "p.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
     (tmp_path / "one.txt").write_text("x", encoding="utf-8")
     cases = [
@@ -320,9 +371,19 @@ def test_bad_settings_and_data_are_one_line(folder, tmp_path, command):
             (folder, fields),
             f"{fields}:1: a text must be in the field 'text' but the record has 'content'. Name ",
         ),
-        ((folder, tmp_path / "empty.jsonl"), "must hold something to evaluate but is empty."),
+        ((folder, tmp_path / "empty.jsonl"), "must hold examples but is empty."),
         ((folder, tmp_path / "one.txt"), "the data must hold a token to predict but holds none."),
         ((folder, fields, "--format", "chat"), "'messages'"),
+        ((folder, chats, "--prompt-as", "chat"), "--prompt-as holds for prompt_completion but the data are chat."),
+        (
+            (folder, chats, "--format", "chat", "--text-field", "x"),
+            "--text-field holds for text but the data are chat.",
+        ),
+        (
+            (folder, questions, "--stride", 4),
+            "--stride holds for text and chat and prompt_completion but the data are choices. Leave it out, or name ",
+        ),
+        ((folder, pairs), "is a pair of answers. Name one of its fields with --text-field."),
     ]
     for arguments, message in cases:
         status, out, err = command(*arguments)

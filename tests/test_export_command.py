@@ -3,11 +3,16 @@ import json
 
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.export import main
+from forge_mlx.hub.adapter_files import save_adapters
 from forge_mlx.hub.native import save_model
+from forge_mlx.models.adapter_config import AdapterConfig
+from forge_mlx.models.adapters import add_adapters
 from forge_mlx.models.gpt import GPTConfig
 from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
 from forge_mlx.models.registry import build_model
+from forge_mlx.opened_model import open_model
 import mlx.core as mx
+import numpy as np
 import pytest
 
 SHAPE = {"vocab_size": 300, "num_layers": 1, "hidden_size": 64, "num_heads": 2, "max_seq_len": 32}
@@ -170,7 +175,8 @@ def test_quantised_on_the_way(published, tmp_path, command):
     status, _, err = command(tmp_path / "out", tmp_path / "again", "--quantize", 4)
     assert (status, err.splitlines()[-1]) == (
         2,
-        "error: --quantize needs a float model but embed_tokens and 7 more are codes already.",
+        "error: --quantize needs a float model but embed_tokens and 7 more are codes already. Leave it out, or add "
+        "--dequantize.",
     )
 
 
@@ -183,6 +189,85 @@ def test_rows_that_are_no_whole_groups_stay_floats(tmp_path, tokenizer, command)
         "1 matrices stay floats: their rows are no multiple of 64, as layers.0.mlp.down_proj\n",
     )
     assert "model.layers.0.mlp.down_proj.scales" not in arrays(tmp_path / "out")
+
+
+def test_floats_keep_the_dtype_of_the_files_whatever_the_config_says(published, tmp_path, command):
+    """Half precision that a CPU would widen, and float32 that a wrong `dtype` would round."""
+    command(published, tmp_path / "half", "--dtype", "bfloat16")
+    assert "(llama, bfloat16)" in command(tmp_path / "half", tmp_path / "a")[1]
+    assert {array.dtype for array in arrays(tmp_path / "a").values()} == {mx.bfloat16}
+    assert open_model(tmp_path / "half").model.norm.weight.dtype == mx.float32
+    (published / "config.json").write_text(json.dumps(config_of(published) | {"dtype": "bfloat16"}))
+    assert "(llama, float32)" in command(published, tmp_path / "b")[1]
+    theirs, ours = arrays(published), arrays(tmp_path / "b")
+    assert all(mx.array_equal(theirs[name], ours[name]) for name in theirs)
+
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+def adapters_of(folder, path):
+    """Adapters of `up_proj` for a model folder, and what they add to its weight, in float64."""
+    config = AdapterConfig(rank=4, alpha=6, targets=["up_proj"])
+    model = add_adapters(open_model(folder).model, config, seed=0)
+    layer = model.layers[0].mlp.up_proj
+    layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(3))
+    save_adapters(path, model, config, str(folder))
+    a, b = (np.array(each, np.float64) for each in (layer.lora_a, layer.lora_b))
+    return config.scale * (a @ b).T
+
+
+def test_adapters_are_merged(published, tmp_path, command):
+    moved = adapters_of(published, tmp_path / "adapters")
+    status, _, _ = command(published, tmp_path / "out", "--adapter", tmp_path / "adapters")
+    assert status == 0
+    before, after = arrays(published), arrays(tmp_path / "out")
+    want = np.array(before[f"{UP}.weight"], np.float64) + moved
+    assert np.abs(np.array(after[f"{UP}.weight"]) - want).max() <= 1e-6 * np.abs(want).max()
+    assert all(mx.array_equal(before[name], after[name]) for name in before if name != f"{UP}.weight")
+
+
+def weight_of_codes(folder, name):
+    found = arrays(folder)
+    codes = [found[f"{name}.{part}"] for part in ("weight", "scales", "biases")]
+    return np.array(mx.dequantize(*codes, group_size=64, bits=4), np.float64)
+
+
+def test_of_a_quantised_model_adapters_make_codes_anew_or_floats(published, tmp_path, command):
+    coded = tmp_path / "coded"
+    command(published, coded, "--quantize", 4)
+    moved = adapters_of(coded, tmp_path / "adapters")
+    options = ("--adapter", tmp_path / "adapters")
+    status, _, err = command(coded, tmp_path / "codes", *options)
+    said = (
+        "1 layer of codes with adapters: codes are made anew of the sum, which rounds away part of what was learned; "
+        "--dequantize writes floats instead"
+    )
+    assert (status, said in err.splitlines()) == (0, True)
+    want = weight_of_codes(coded, UP) + moved
+    # Half a step of 15 in each group.
+    groups = want.reshape(len(want), -1, 64)
+    step = (groups.max(-1) - groups.min(-1)).max() / 15
+    assert 1e-3 < np.abs(weight_of_codes(tmp_path / "codes", UP) - want).max() <= step
+    status, out, err = command(coded, tmp_path / "floats", *options, "--dequantize")
+    assert (status, said in err, "(llama, float32)" in out) == (0, False, True)
+    floats = arrays(tmp_path / "floats")
+    assert np.abs(np.array(floats[f"{UP}.weight"]) - want).max() <= 1e-6 * np.abs(want).max()
+    down = "model.layers.0.mlp.down_proj"
+    assert np.array_equal(np.array(floats[f"{down}.weight"]), weight_of_codes(coded, down))
+    assert command(coded, tmp_path / "eight", "--dequantize", "--quantize", 8)[0] == 0
+    assert config_of(tmp_path / "eight")["quantization"]["bits"] == 8
+    status, out, _ = command(coded, tmp_path / "plain", "--dequantize")
+    assert (status, "(llama, float32)" in out) == (0, True)
+    assert np.array_equal(np.array(arrays(tmp_path / "plain")[f"{UP}.weight"]), weight_of_codes(coded, UP))
+
+
+def test_a_gguf_file_that_exists_is_refused_before_the_model_is_read(tmp_path, command):
+    out = tmp_path / "model.gguf"
+    out.write_bytes(b"mine")
+    message = f"error: [export] file must be new but {out} exists. Give another or remove it.\n"
+    assert command(tmp_path / "no-model", out, "--gguf", "f16") == (2, "", message)
+    assert out.read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize("of", ["run", "published"])
@@ -206,6 +291,7 @@ def run_arrays(path):
     [
         (("--gguf", "f16", "--dtype", "float16"), "--gguf says the type of all numbers: leave out --quantize and"),
         (("--group-size", 32), "--group-size needs --quantize."),
+        (("--dequantize",), "--dequantize needs a quantised model but "),
         (("--quantize", 7), "[export] bits must be 4, 2, 3, 5, 6 or 8 in the mode 'affine' but got 7"),
     ],
 )
@@ -222,5 +308,5 @@ def test_help_says_what_it_does(capsys):
         main(["--help"])
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("usage: python -m forge_mlx.export", "which mlx-lm opens", "it must be new or empty", "RUN/final"):
+    for part in ("usage: python -m forge_mlx.export", "which mlx-lm opens", "which must be new or empty", "RUN/final"):
         assert part in text

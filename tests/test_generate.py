@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 from forge_mlx import generate
 from forge_mlx.data.tokenizer import Tokenizer
-from forge_mlx.generate import OpenedModel, main, open_model, stream_text
+from forge_mlx.generate import main, stream_text
 from forge_mlx.hub.native import ModelFolderError, save_model
 from forge_mlx.models.gpt import GPT, GPTConfig
+from forge_mlx.opened_model import OpenedModel, open_model
 from forge_mlx.sampling import Sampler
 from forge_mlx.train.load import load_config
 from forge_mlx.train.loop import train
@@ -80,7 +81,7 @@ def test_the_options_reach_the_sampler(trained, command, monkeypatch):
     (_, tokens, sampler, count), named = seen[0]
     end = Tokenizer.load(trained / "tokenizer.model").end_id
     assert sampler == Sampler(0.5, 4, 0.7, 0.1)
-    assert (tokens, count, named) == ([end], 7, {"stop": {end}, "seed": 9})
+    assert (tokens, count, named) == ([end], 7, {"stop": {end}, "vocab_size": 300, "seed": 9})
     assert seen[1][0][2] == Sampler(0.8, 0, 0.95, 0.0)
 
 

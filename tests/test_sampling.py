@@ -218,6 +218,15 @@ def test_the_stop_token_ends_the_text_and_is_not_given():
     assert generated(net, prompt(5), Sampler(1.0), max_tokens=30, seed=3, stop={stop, V}) == whole[:first]
 
 
+def test_rows_beyond_the_tokenizer_s_vocabulary_are_never_drawn():
+    net, hot = model(), Sampler(temperature=50.0)
+    every = generated(net, prompt(3), hot, max_tokens=60)
+    assert max(every) >= 20
+    some = generated(net, prompt(3), hot, max_tokens=60, vocab_size=20)
+    assert len(some) == 60
+    assert max(some) < 20
+
+
 def test_the_seed_decides_and_the_global_random_state_is_not_touched():
     net = model()
 

@@ -4,11 +4,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 import sys
-from typing import Any
+from typing import Any, get_args
 
-from forge_mlx._console import print_what_fits
-from forge_mlx.data.example_config import ExampleConfig
-from forge_mlx.data.example_files import Record, read_records
+from forge_mlx._console import run_command
+from forge_mlx.data.example_config import ExampleConfig, Format
+from forge_mlx.data.example_files import suffixes_of, told_format
 from forge_mlx.data.example_reader import read_examples, with_template
 from forge_mlx.data.files import list_paths
 from forge_mlx.data.hub_tokenizer import HubTokenizer
@@ -22,13 +22,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 _SEQ_LEN = 512
-# What a first example must have to be of a format, in the order in which they are tried.
-_SIGNS: dict[str, tuple[set[str], ...]] = {
-    "preference": ({"chosen", "rejected"},),
-    "chat": ({"messages"}, {"conversations"}),
-    "prompt_completion": ({"prompt", "completion"}, {"instruction", "output"}),
-    "text": ({"text"},),
-}
+_FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer", metavar="MODEL", help="the model whose tokenizer and chat template to use; default: the config's"
     )
     preview.add_argument(
-        "--format", choices=list(_SIGNS), help="what an example is; default: the config's, or as the first one looks"
+        "--format", choices=_FORMATS, help="what an example is; default: the config's, or as the first one looks"
     )
     preview.add_argument("--seq-len", type=_positive, help=f"the longest row; default: the config's, or {_SEQ_LEN}")
     preview.add_argument("-n", type=_positive, default=3, dest="number", help="examples or rows to print; default: 3")
@@ -88,7 +82,7 @@ def _example_config(options: argparse.Namespace, values: dict[str, Any]) -> Exam
     data = _entry(values, "data")
     if not isinstance(data, dict) or "format" not in data:
         raise ValueError(
-            f"{options.source}: data.format must say what an example is: {', '.join(_SIGNS)}. A corpus without "
+            f"{options.source}: data.format must say what an example is: {', '.join(_FORMATS)}. A corpus without "
             "examples has no mask to look at."
         )
     try:
@@ -102,19 +96,13 @@ def _example_config(options: argparse.Namespace, values: dict[str, Any]) -> Exam
 
 def _format_of(source: str) -> str:
     """The format that the first example of a source looks like."""
-    file = list_paths([source]).files[0]
-    record: Record | None = next(read_records(file, "text", "text"), None)
-    if record is None:
-        raise ValueError(f"[preview] {file.name} must hold examples but is empty.")
-    if isinstance(record.content, ValueError):
-        raise record.content
-    for name, signs in _SIGNS.items():
-        if any(sign <= record.content.keys() for sign in signs):
-            return name
-    raise ValueError(
-        f"[preview] {record.where}: what the example is does not show in its fields, {', '.join(record.content)}. "
-        f"Name it with --format, one of {', '.join(_SIGNS)}, or write a config that names the fields."
-    )
+    told = told_format(list_paths([source], suffixes_of("text")).files[0])
+    if told.format not in _FORMATS:
+        raise ValueError(
+            f"[preview] {told.where}: what the example is does not show in its fields, {', '.join(told.fields)}. Name "
+            f"it with --format, one of {', '.join(_FORMATS)}, or write a config that names the fields."
+        )
+    return told.format
 
 
 def _of_yaml(path: Path) -> dict[str, Any]:
@@ -142,13 +130,7 @@ def _tokenizer_of(model: str, revision: str | None) -> HubTokenizer:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0 done, 2 bad input."""
     options = _parser().parse_args(arguments)
-    print_what_fits()
-    try:
-        _preview(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(lambda: _preview(options))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The `data:` section of a config that names a `format`: examples to fine-tune on, and how they become rows."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from forge_mlx._config import Section
 from pydantic import BeforeValidator, Field, model_validator
@@ -109,6 +109,32 @@ class ExampleConfig(Section):
             "example a row, which is as long as the longest one needs."
         ),
     )
+
+    @property
+    def asks_in_chat(self) -> bool:
+        """Whether prompts stand in the tokenizer's chat template."""
+        return self.format == "chat" or self.prompt_as == "chat"
+
+    @property
+    def required_fields(self) -> set[str]:
+        """The fields that every example has in the config's own spelling, a pair's prompt excepted."""
+        names = {
+            "chat": ("messages_field",),
+            "prompt_completion": ("prompt_field", "completion_field"),
+            "text": ("text_field",),
+            "preference": ("chosen_field", "rejected_field"),
+        }
+        return {getattr(self, name) for name in names[self.format]}
+
+    def reads_as(self, example_format: str) -> dict[str, Any]:
+        """The settings, changed ones alone, that say how examples of a format become tokens and masks.
+
+        Args:
+            example_format: of examples of other files; one that no section can have reads no setting.
+        """
+        names = [name for name, formats in _READ_BY.items() if example_format in formats and name != "packing"]
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value != type(self).model_fields[name].default}
 
     @model_validator(mode="after")
     def _check_format(self) -> "ExampleConfig":

@@ -1,14 +1,22 @@
 """Examples as files hold them: JSON lines, JSON lists, Parquet, and whole texts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import json
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from forge_mlx.data.corpus import json_object, lines_of, read_text
 from forge_mlx.data.example_config import Format
 from forge_mlx.data.files import JSON_SUFFIXES, TEXT_SUFFIXES, SourceFile
 from forge_mlx.data.parquet import read_parquet
 
+# What a first example must have to be of a format, in the order in which they are tried.
+_SIGNS: Final[dict[Format | Literal["choices"], tuple[set[str], ...]]] = {
+    "choices": ({"choices"},),
+    "preference": ({"chosen", "rejected"},),
+    "chat": ({"messages"}, {"conversations"}),
+    "prompt_completion": ({"prompt", "completion"}, {"instruction", "output"}),
+    "text": ({"text"},),
+}
 _LIST_SUFFIX = ".json"
 _PARQUET_SUFFIX = ".parquet"
 
@@ -23,6 +31,46 @@ class Record(NamedTuple):
 
     where: str
     content: dict[str, Any] | ValueError
+
+
+class Told(NamedTuple):
+    """What the first example of a file says of their format.
+
+    Attributes:
+        format: the one that its fields tell, `choices` being questions to choose the answer of; None: none.
+        by: the fields that tell it.
+        fields: all that it has.
+        where: `file:line`, for messages.
+    """
+
+    format: Format | Literal["choices"] | None
+    by: list[str]
+    fields: list[str]
+    where: str
+
+
+def told_format(file: SourceFile, own: Mapping[Format, set[str]] | None = None) -> Told:
+    """The format that the first example of a file looks like.
+
+    Args:
+        file: what to look at.
+        own: fields that tell a format before the usual ones do, such as those that a config names.
+
+    Raises:
+        ValueError: the file cannot be read, holds nothing, or its first example is malformed.
+    """
+    record = next(read_records(file, "text", "text"), None)
+    if record is None:
+        raise ValueError(f"[data] {file.name} must hold examples but is empty.")
+    where, content = record
+    if isinstance(content, ValueError):
+        raise content
+    signs: list[tuple[Format | Literal["choices"], set[str]]] = list((own or {}).items())
+    signs += [(name, fields) for name, alternatives in _SIGNS.items() for fields in alternatives]
+    for name, fields in signs:
+        if fields <= content.keys():
+            return Told(name, sorted(fields), list(content), where)
+    return Told(None, [], list(content), where)
 
 
 def suffixes_of(example_format: Format) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ class ReadExamples(NamedTuple):
         files: how many were read.
         spellings: how many examples have a spelling that the config does not name.
         from_cache: whether their tokens were there already.
+        in_chat: whether all of them are in the chat template, as lists of messages are whatever the config says.
     """
 
     train: list[Item]
@@ -44,6 +45,7 @@ class ReadExamples(NamedTuple):
     files: int
     spellings: dict[str, int]
     from_cache: bool
+    in_chat: bool
 
 
 def with_template(config: ExampleConfig, tokenizer: HubTokenizer) -> HubTokenizer:
@@ -83,7 +85,7 @@ def read_examples(
             and named), or there are too few of them.
     """
     files, split_at = list_files(config, log, suffixes_of(config.format))
-    if config.format == "chat" or config.prompt_as == "chat":
+    if config.asks_in_chat:
         # What is wrong with the template is no fault of each example.
         template_of(tokenizer)
     folder = cache_dir() / "data" / f"examples-{_key(config, tokenizer, files, split_at)}"
@@ -105,8 +107,9 @@ def read_examples(
     for spelling, number in found.spellings.items():
         log(f"{count(number, 'example')} read as {spelling}")
     if found.has_plain_prompts and tokenizer.chat_template is not None:
-        log("prompts stay plain text though the model has a chat template: data.prompt_as: chat puts them into it")
-    return ReadExamples(source, valid, len(files), found.spellings, from_cache)
+        log("prompts stay plain text though the model has a chat template; prompt_as: chat puts them into it")
+    in_chat = config.format != "text" and not found.has_plain_prompts
+    return ReadExamples(source, valid, len(files), found.spellings, from_cache, in_chat)
 
 
 def _key(config: ExampleConfig, tokenizer: HubTokenizer, files: list[SourceFile], split_at: int | None) -> str:

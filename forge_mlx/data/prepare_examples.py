@@ -76,12 +76,14 @@ class PreparedExamples:
         train: rows for `BatchStream`.
         valid: rows for `eval_batches`.
         facts: counts of both.
+        in_chat: whether all examples are in the chat template.
     """
 
     tokenizer: HubTokenizer
     train: AnyRows
     valid: AnyRows
     facts: ExampleFacts
+    in_chat: bool
 
 
 def prepare_examples(
@@ -118,7 +120,7 @@ def prepare_examples(
     train, valid = (build_rows(split, config, seq_len) for split in splits)
     facts = _facts(config, found, splits, (train, valid), seq_len, time.monotonic() - started)
     _log_facts(facts, seq_len, log)
-    return PreparedExamples(tokenizer, train, valid, facts)
+    return PreparedExamples(tokenizer, train, valid, facts, found.in_chat)
 
 
 def build_rows(items: list[Item], config: ExampleConfig, seq_len: int) -> AnyRows:
@@ -126,7 +128,9 @@ def build_rows(items: list[Item], config: ExampleConfig, seq_len: int) -> AnyRow
     tokens = ExampleTokens.of(text for item in items for text in item.texts)
     if config.format == "preference":
         return PreferenceRows(tokens, seq_len)
-    return ExampleRows(tokens, seq_len) if config.packing else PaddedRows(tokens, seq_len)
+    packed = ExampleRows(tokens, seq_len)
+    # Where no two examples fit together, rows of one each are the same and need no segments.
+    return packed if config.packing and packed.num_rows < packed.num_pieces else PaddedRows(tokens, seq_len)
 
 
 def too_long_message(too_long: list[Item], total: int, seq_len: int, config: ExampleConfig) -> str:

@@ -1,14 +1,27 @@
 """Adapters of a model to files and back, in the layout that mlx-lm reads and writes."""
 
+from collections.abc import Callable
 import difflib
 import math
 from pathlib import Path
 from typing import Any, Final
 
-from forge_mlx.hub.adapter_folder import CONFIG_FILE, PARTS, WEIGHTS_FILE, AdapterFolder, read_folder, write_folder
+from forge_mlx._console import to_stderr
+from forge_mlx.data.hub_tokenizer import HubTokenizer
+from forge_mlx.hub.adapter_folder import (
+    CONFIG_FILE,
+    LOOKUP_ONLY,
+    PARTS,
+    WEIGHTS_FILE,
+    AdapterFolder,
+    read_folder,
+    write_folder,
+)
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.families.layout import Layout
 from forge_mlx.hub.families.registry import family_for
+from forge_mlx.hub.fingerprint import weights_fingerprint
+from forge_mlx.hub.safetensors_files import own_file
 from forge_mlx.models.adapter_config import AdapterConfig
 from forge_mlx.models.adapter_targets import block_of, num_blocks
 from forge_mlx.models.adapters import adapted_layers, add_adapters
@@ -18,10 +31,22 @@ import mlx.core as mx
 from mlx.utils import tree_unflatten
 from pydantic import ValidationError
 
+TEMPLATE_FILE: Final = "chat_template.jinja"
+"""What holds the chat template that adapters were trained in, beside them."""
+
 _NAMED: Final = 3
+_FINGERPRINT: Final = "base_fingerprint"
 
 
-def save_adapters(folder: Path, model: GPT, config: AdapterConfig, base: str) -> None:
+def save_adapters(
+    folder: Path,
+    model: GPT,
+    config: AdapterConfig,
+    base: str,
+    *,
+    revision: str | None = None,
+    fingerprint: str | None = None,
+) -> None:
     """Write `adapters.safetensors` and `adapter_config.json`.
 
     `mlx_lm.load(base, adapter_path=folder)` then computes what the model does. Modules have the names that mlx-lm gives
@@ -33,6 +58,8 @@ def save_adapters(folder: Path, model: GPT, config: AdapterConfig, base: str) ->
         model: With adapters, of one rank and scale.
         config: What they were made with.
         base: Path or hub id of the model without them.
+        revision: Of the hub.
+        fingerprint: That of the base's weights, so that others can be told from them; None: they cannot.
 
     Raises:
         HubError: The model has no adapters, or others than the config says, or something is in the folder.
@@ -52,6 +79,7 @@ def save_adapters(folder: Path, model: GPT, config: AdapterConfig, base: str) ->
     places = module_places(model)
     modules = {name: {part: layer[part] for part in PARTS if part in layer} for name, layer in layers}
     keys, num_layers = _keys([name for name, _ in layers], places)
+    noted = {"revision": revision, _FINGERPRINT: fingerprint}
     content = AdapterFolder(
         {places[name]: parts for name, parts in modules.items()},
         "dora" if config.method == "dora" else "lora",
@@ -59,17 +87,21 @@ def save_adapters(folder: Path, model: GPT, config: AdapterConfig, base: str) ->
         config.scale,
         config.dropout,
         base,
-        {"adapter": config.model_dump(mode="json")},
+        {"adapter": config.model_dump(mode="json")} | {key: value for key, value in noted.items() if value is not None},
     )
     write_folder(folder, content, keys=keys, num_layers=num_layers)
 
 
-def load_adapters(folder: Path, model: GPT) -> AdapterConfig:
+def load_adapters(
+    folder: Path, model: GPT, *, base: Path | None = None, log: Callable[[str], None] = to_stderr
+) -> AdapterConfig:
     """Put saved adapters into a model: those of `save_adapters`, or of mlx-lm's own training.
 
     Args:
         folder: With `adapters.safetensors` and `adapter_config.json`.
         model: Without adapters; changed in place, as by `add_adapters`.
+        base: Where the model was read from; None: it is taken for the one that the adapters are for.
+        log: Told in a line where the base's weights are not those that the adapters were trained on.
 
     Returns:
         What they are; `targets` are the names of the layers.
@@ -78,6 +110,11 @@ def load_adapters(folder: Path, model: GPT) -> AdapterConfig:
         HubError: A file is missing or damaged, or does not fit the model; nothing is changed then.
     """
     content, file = read_folder(folder), folder / WEIGHTS_FILE
+    if content.own.get(LOOKUP_ONLY) and model.config.tie_embeddings:
+        raise HubError(
+            f"{folder}: the adapter of the embedding is for the lookup alone, as PEFT trained it, so the head must be "
+            "a matrix of its own but is tied to the embedding. Train it anew with PEFT's ensure_weight_tying."
+        )
     found = {_own_name(name, model, file): parts for name, parts in content.tensors.items()}
     if len(found) < len(content.tensors):
         raise HubError(f"{file}: two adapters must not be of one layer but {len(content.tensors)} are of {len(found)}.")
@@ -89,7 +126,33 @@ def load_adapters(folder: Path, model: GPT) -> AdapterConfig:
         raise HubError(f"{file}: {error}") from None
     arrays = [(f"{name}.{part}", array) for name, parts in found.items() for part, array in parts.items()]
     model.update(tree_unflatten([(name, array.astype(mx.float32)) for name, array in arrays]))
+    trained_on = content.own.get(_FINGERPRINT)
+    if base is not None and trained_on is not None and weights_fingerprint(base) != trained_on:
+        log(
+            f"WARNING: {folder}: these adapters were trained on other weights than those of {base}: expect another "
+            "model than the trained one"
+        )
     return config
+
+
+def with_own_template(folder: Path, tokenizer: HubTokenizer) -> HubTokenizer:
+    """The tokenizer with the chat template that lies beside adapters; as it is where there is none.
+
+    Args:
+        folder: Of adapters.
+        tokenizer: Of the model that they are for.
+
+    Raises:
+        HubError: It cannot be read.
+        ValueError: It is no Jinja.
+    """
+    file = own_file(folder, TEMPLATE_FILE)
+    if not file.is_file():
+        return tokenizer
+    try:
+        return tokenizer.with_chat_template(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise HubError(f"{file}: cannot be read: {error}.") from None
 
 
 def module_places(model: GPT) -> dict[str, str]:

@@ -18,6 +18,8 @@ CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapters.safetensors"
 PARTS: Final = ("lora_a", "lora_b", "m")
 """Parameters of an adapter; m is that of DoRA alone."""
+LOOKUP_ONLY: Final = "lookup_only"
+"""What forge-mlx notes of an embedding's adapter that a head tied to it has not, as PEFT's may be."""
 
 _TYPES: Final = ("lora", "dora")
 _OWN_KEY: Final = "forge_mlx"

@@ -7,8 +7,9 @@ from typing import Any, Final, cast
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.families.layout import Layout
 from forge_mlx.kernels.quantize.options import Mode, Options, checked_options
-from forge_mlx.nn.quantized import MLX_MODES, QUANTIZABLE, Packed, WeightFormat, coded_layer
+from forge_mlx.nn.quantized import QUANTIZABLE, coded_layer
 from forge_mlx.nn.router import Router
+from forge_mlx.nn.weight_format import MLX_MODES, Packed, WeightFormat
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten

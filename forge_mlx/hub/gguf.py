@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 import json
 import os
 from pathlib import Path
-import sys
 from typing import Final
 
+from forge_mlx._console import to_stderr
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.families.registry import family_for
 from forge_mlx.hub.gguf_blocks import DECODED, GROUP, Codes, decode
@@ -21,7 +21,9 @@ from forge_mlx.kernels.quantize.options import checked_options
 from forge_mlx.metal.dtypes import dtype_name
 from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.gpt import GPT
-from forge_mlx.nn.quantized import Packed, WeightFormat, coded_layer, named_shapes
+from forge_mlx.nn.coded import named_shapes
+from forge_mlx.nn.quantized import coded_layer
+from forge_mlx.nn.weight_format import Packed, WeightFormat
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
@@ -35,16 +37,12 @@ _FLOATS: Final = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 _LARGEST: Final = {mx.float16: 65504.0}
 
 
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
 def load_gguf(
     path: str | os.PathLike[str],
     *,
     dtype: mx.Dtype | None = None,
     keep_quantized: bool = True,
-    log: Callable[[str], None] = _to_stderr,
+    log: Callable[[str], None] = to_stderr,
 ) -> Pretrained:
     """A model and its tokenizer from a GGUF file of llama.cpp.
 

@@ -1,6 +1,7 @@
 """ggml's blocks as codes of MLX's affine mode, whose value is scale code + bias, or as values; and blocks of values."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -36,7 +37,8 @@ class Codes(NamedTuple):
     def values(self) -> Floats:
         """What the codes stand for, float32 `[R, K]`."""
         groups = self.codes.reshape(*self.scales.shape, GROUP).astype(np.float32)
-        return (groups * self.scales[..., None] + self.biases[..., None]).reshape(self.codes.shape)
+        with _unwarned():
+            return (groups * self.scales[..., None] + self.biases[..., None]).reshape(self.codes.shape)
 
 
 def decode(type_name: str, rows: Bytes) -> Floats | Codes:
@@ -46,7 +48,8 @@ def decode(type_name: str, rows: Bytes) -> Floats | Codes:
         type_name: A key of `DECODED`.
         rows: Their blocks, `[R, bytes of a row]`.
     """
-    decoded: Floats | Codes = DECODED[type_name](rows)
+    with _unwarned():
+        decoded: Floats | Codes = DECODED[type_name](rows)
     return decoded
 
 
@@ -69,6 +72,11 @@ def encode_q4_1(codes: Codes) -> Bytes:
     ends = np.stack([codes.scales, codes.biases], -1).astype("<f2").view(np.uint8)
     groups = codes.codes.reshape(*codes.scales.shape, GROUP)
     return np.concatenate([ends, _nibbles(groups)], -1).reshape(len(codes.codes), -1)
+
+
+def _unwarned() -> AbstractContextManager[object]:
+    """NumPy without its warnings: whoever decodes looks for what is not finite, and says where it is."""
+    return np.errstate(over="ignore", invalid="ignore")
 
 
 def _blocks(rows: Bytes, size: int) -> Bytes:

@@ -146,10 +146,9 @@ def _biases(file: GGUFFile) -> dict[str, Any]:
 def _gemma(metadata: Metadata, values: dict[str, Any]) -> dict[str, Any]:
     name, own = metadata.architecture, metadata.own
     softcaps = _SOFTCAPS.get(name, (0.0, 0.0))
-    attention, logits = (
-        metadata.number(own(key), default) or None
-        for key, default in zip(("attn_logit_softcapping", "final_logit_softcapping"), softcaps, strict=True)
-    )
+    logits = metadata.number(own("final_logit_softcapping"), softcaps[1]) or None
+    # Gemma 3 caps no scores, whatever its keys say.
+    attention = metadata.number(own("attn_logit_softcapping"), softcaps[0]) or None if name == "gemma2" else None
     window = metadata.integer(own("attention.sliding_window"), _WINDOW.get(name, 0))
     share = values["hidden_size"] / values["num_heads"]
     default_scale = gemma_scale(name, values["num_layers"], values["head_dim"], share)

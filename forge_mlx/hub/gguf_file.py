@@ -7,6 +7,7 @@ import struct
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from forge_mlx.hub.errors import HubError
+from forge_mlx.hub.regular_files import regular_size
 import numpy as np
 from numpy.typing import NDArray
 
@@ -141,8 +142,9 @@ def read_gguf(path: Path) -> GGUFFile:
         HubError: It is no GGUF file, is damaged or cut short, or has a tensor of a type that is not known.
         OSError: It cannot be read.
     """
+    size = regular_size(path)
     with path.open("rb") as file:
-        reader = _Reader(path, file)
+        reader = _Reader(path, file, size)
         _check_start(reader)
         num_tensors, num_entries = reader.number("<u8", "its start"), reader.number("<u8", "its start")
         reader.require_room(num_entries * _SMALLEST_ENTRY, f"{num_entries} entries of metadata")
@@ -161,9 +163,8 @@ def read_gguf(path: Path) -> GGUFFile:
 class _Reader:
     """Reads numbers and strings, none beyond the file's end."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self._file = path, file
-        self.size = path.stat().st_size
+    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
+        self.path, self._file, self.size = path, file, size
 
     def require_room(self, length: int, what: str) -> None:
         """Raise unless so many bytes are left."""

@@ -32,7 +32,7 @@ def tokenizer_keys(tokenizer: TextTokenizer, vocab_size: int, *, texts_begin_wit
             `HubTokenizer`, its files say it.
 
     Raises:
-        HubError: llama.cpp would cut texts otherwise.
+        HubError: llama.cpp would cut texts otherwise, or cannot open such a tokenizer.
     """
     if tokenizer.vocab_size > vocab_size:
         raise HubError(
@@ -151,8 +151,13 @@ def _byte_level(tokenizer: HubTokenizer, content: Mapping[str, Any], merges: lis
             f"[write_gguf] the tokenizer must cut texts in a way that llama.cpp has a name for but {tokenizer.name} "
             f"has another: pre_tokenizer {json.dumps(content.get('pre_tokenizer'))[:200]}. {_WAY_OUT}"
         )
-    written = {"tokenizer.ggml.merges": [" ".join(pair) for pair in merges]} if merges else {}
-    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name, **written}
+    if not merges:
+        raise HubError(
+            f"[write_gguf] the tokenizer must have merges, without which llama.cpp opens no byte-level one, but "
+            f"{tokenizer.name} has none. {_WAY_OUT}"
+        )
+    written = [" ".join(pair) for pair in merges]
+    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name, "tokenizer.ggml.merges": written}
 
 
 def _sentencepiece(

@@ -15,9 +15,9 @@ from forge_mlx.hub.gguf_names import Source, sources
 from forge_mlx.hub.gguf_rope import FACTORS, rope_factors
 from forge_mlx.hub.gguf_vocabulary import tokenizer_keys
 from forge_mlx.models.gpt import GPT
+from forge_mlx.nn.coded import Coded, named_shapes
 from forge_mlx.nn.fake_quant import FakeQuantized
 from forge_mlx.nn.parameters import named_arrays
-from forge_mlx.nn.quantized import Coded, named_shapes
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

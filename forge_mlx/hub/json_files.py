@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from forge_mlx.hub.errors import HubError
+from forge_mlx.hub.regular_files import regular_size
 
 # A tokenizer.json of 260,000 tokens has 33 MB.
 _LARGEST: Final = 256 << 20
@@ -33,10 +34,10 @@ def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        HubError: It cannot be read, is larger than such a file ever is, or is no JSON object.
+        HubError: It cannot be read, is no regular file, is larger than such a file ever is, or is no JSON object.
     """
     try:
-        size = file.stat().st_size
+        size = regular_size(file)
         if size > _LARGEST:
             raise HubError(f"{file}: must be JSON of at most {_LARGEST >> 20} MiB but has {size >> 20} MiB.")
         return parse_object(file.read_bytes(), f"{file}:")

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forge_mlx.data.hub_tokenizer import HubTokenizer
+from forge_mlx.metal.dtypes import FLOATS_BY_NAME
 from forge_mlx.models.gpt import GPT
+import mlx.core as mx
 
 
 class Pretrained(NamedTuple):
@@ -25,3 +27,8 @@ class Pretrained(NamedTuple):
     family: str
     config: dict[str, Any]
     generation: dict[str, Any]
+
+    @property
+    def stored_dtype(self) -> mx.Dtype | None:
+        """The dtype of the checkpoint's own floats; None where its config.json does not say."""
+        return FLOATS_BY_NAME.get(str(self.config.get("dtype") or self.config.get("torch_dtype")))

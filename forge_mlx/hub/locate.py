@@ -30,7 +30,11 @@ def locate(model: str | Path, *, revision: str | None = None, config_only: bool 
         HubError: There is no such thing here and no such model there, or the hub cannot be reached.
     """
     path = Path(model).expanduser()
-    if path.exists():
+    try:
+        is_here = path.exists()
+    except OSError as error:
+        raise HubError(f"{str(model)[:80]}: there is no such file or folder: {error.strerror or error}.") from None
+    if is_here:
         if revision is not None:
             raise HubError(f"{path}: a revision must be left out for what is here but got {revision!r}.")
         return path

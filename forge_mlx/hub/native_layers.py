@@ -6,8 +6,10 @@ from typing import Any, Literal, cast
 from forge_mlx._config import Section
 from forge_mlx.kernels.quantize.options import Granularity, Mode, checked_options
 from forge_mlx.metal.dtypes import FLOATS_BY_NAME, dtype_name
+from forge_mlx.nn.coded import Coded
 from forge_mlx.nn.fake_quant import FakeQuantized
-from forge_mlx.nn.quantized import QUANTIZABLE, Activations, Coded, WeightFormat, coded_layer, option_arguments
+from forge_mlx.nn.quantized import QUANTIZABLE, coded_layer
+from forge_mlx.nn.weight_format import Activations, WeightFormat, option_arguments
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from forge_mlx.hub.adapter_folder import (
     CONFIG_FILE,
+    LOOKUP_ONLY,
     AdapterFolder,
     read_folder,
     read_tensors,
@@ -16,6 +17,7 @@ from forge_mlx.hub.adapter_folder import (
 )
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.json_files import read_object
+from forge_mlx.hub.pretrained import is_pretrained, read_shape
 from forge_mlx.hub.safetensors_files import own_file
 from forge_mlx.models.adapter_targets import num_blocks
 import mlx.core as mx
@@ -27,6 +29,9 @@ _LINEAR: Final = {"lora_a": ".lora_A.weight", "lora_b": ".lora_B.weight", "m": "
 _EMBEDDING: Final = {"lora_a": ".lora_embedding_A", "lora_b": ".lora_embedding_B"}
 _ENDS: Final = {end: part for ends in (_LINEAR, _EMBEDDING) for part, end in ends.items()}
 _TABLE: Final = "embed_tokens"
+_HEAD: Final = "lm_head"
+# Whether an adapter of the embedding holds for a tied head too, as it does in mlx-lm.
+_TIES: Final = "ensure_weight_tying"
 # A whole table that PEFT writes beside its adapter, unchanged by training.
 _COPY: Final = ".base_layer.weight"
 # Keys of a PEFT config with the only value that an adapter of ours can have.
@@ -40,14 +45,16 @@ _ONLY: Final[dict[str, tuple[Any, ...]]] = {
     ),
     **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config"), (None,)),
 }
-_KNOWN_PLACE: Final = re.compile(rf"(model\.layers\.\d+\..+|model\.{_TABLE}|lm_head)")
+_KNOWN_PLACE: Final = re.compile(rf"(model\.layers\.\d+\..+|model\.{_TABLE}|{_HEAD})")
 
 
 def to_peft(source: Path, target: Path) -> None:
     """Write adapters of mlx-lm's layout, forge-mlx's or its own, as PEFT reads them.
 
     Its modules then have their names in transformers, so that `PeftModel.from_pretrained(model, target)` computes the
-    same. Adapters of stacked experts, of a DoRA's embedding and of GPT-2 have no counterpart there.
+    same. Adapters of stacked experts, of a DoRA's embedding and of GPT-2 have no counterpart there. One of the
+    embedding holds for a tied head too, as `ensure_weight_tying` says, which PEFT 0.21 reads; of a model whose head is
+    not tied PEFT then warns, and computes the same.
 
     Args:
         source: The folder to read.
@@ -58,11 +65,16 @@ def to_peft(source: Path, target: Path) -> None:
         OSError: A file cannot be written.
     """
     content = read_folder(source)
+    ties = any(map(_is_table, content.tensors)) and _HEAD not in content.tensors and not content.own.get(LOOKUP_ONLY)
     arrays: dict[str, mx.array] = {}
     for name, parts in content.tensors.items():
         _require_counterpart(name, parts, source)
         ends = _EMBEDDING if _is_table(name) else _LINEAR
         arrays |= {f"{_PREFIX}{name}{ends[part]}": mx.contiguous(array.T) for part, array in parts.items()}
+        if ties and _is_table(name):
+            # PEFT misses a tied head's copy where there is none.
+            copied = zip(("lora_b", "lora_a"), ("lora_a", "lora_b"), strict=True)
+            arrays |= {f"{_PREFIX}{_HEAD}{_LINEAR[part]}": parts[other] for part, other in copied}
     noted = content.own.get("adapter")
     is_rslora = isinstance(noted, Mapping) and noted.get("method") == "rslora"
     alpha = content.scale * (math.sqrt(content.rank) if is_rslora else content.rank)
@@ -80,11 +92,14 @@ def to_peft(source: Path, target: Path) -> None:
         "use_dora": content.fine_tune_type == "dora",
         "use_rslora": is_rslora,
     }
-    write_files(target, arrays, _WEIGHTS, config, "pt")
+    write_files(target, arrays, _WEIGHTS, config | ({_TIES: True} if ties else {}), "pt")
 
 
 def from_peft(source: Path, target: Path) -> int:
     """Write adapters of PEFT's layout as mlx-lm and `load_adapters` read them.
+
+    Without `ensure_weight_tying` PEFT adapts the embedding alone, and not a head that is tied to it, which mlx-lm's
+    layout cannot say: that is an error where the model's folder is here, else when `load_adapters` meets such a model.
 
     Args:
         source: The folder to read, with `adapter_model.safetensors`.
@@ -113,6 +128,7 @@ def from_peft(source: Path, target: Path) -> int:
         modules.setdefault(module, {})[_ENDS[end]] = mx.contiguous(array.T)
     for name, parts in modules.items():
         _require_counterpart(name, parts, source)
+    is_lookup_only = _has_table_alone(modules, values, source)
     rank, use_rslora, use_dora = values["r"], bool(values.get("use_rslora")), bool(values.get("use_dora"))
     method = "dora" if use_dora else "rslora" if use_rslora else "lora"
     content = AdapterFolder(
@@ -122,7 +138,7 @@ def from_peft(source: Path, target: Path) -> int:
         values["lora_alpha"] / (math.sqrt(rank) if use_rslora else rank),
         float(values.get("lora_dropout") or 0.0),
         values.get("base_model_name_or_path"),
-        {"adapter": {"method": method}},
+        {"adapter": {"method": method}} | ({LOOKUP_ONLY: True} if is_lookup_only else {}),
     )
     names = sorted(modules)
     write_folder(target, content, keys=names, num_layers=num_blocks([name.removeprefix("model.") for name in names]))
@@ -150,6 +166,29 @@ def _read_config(folder: Path) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, int if key == "r" else (int, float)) or value <= 0:
             raise HubError(f"{file}: {key} must be a number greater than 0 but got {value!r}.")
     return values
+
+
+def _has_table_alone(modules: dict[str, dict[str, mx.array]], values: Mapping[str, Any], source: Path) -> bool:
+    """Whether the embedding has an adapter that a tied head has not; a tied head's copy of it is taken out."""
+    table = next((parts for name, parts in modules.items() if _is_table(name)), None)
+    if table is None:
+        return False
+    if values.get(_TIES):
+        head = modules.get(_HEAD, {})
+        if head.keys() == table.keys() and all(
+            mx.array_equal(head[ours], table[theirs].T) for ours, theirs in (("lora_a", "lora_b"), ("lora_b", "lora_a"))
+        ):
+            del modules[_HEAD]
+        return False
+    base = values.get("base_model_name_or_path")
+    folder = Path(base) if isinstance(base, str) else None
+    if folder is not None and folder.exists() and is_pretrained(folder) and read_shape(folder).tie_embeddings:
+        raise HubError(
+            f"{source / CONFIG_FILE}: {_TIES} must be true for an adapter of {_TABLE} in {base}, whose head is tied to "
+            "it, but is not: mlx-lm's layout has no adapter of the lookup alone. Train it anew with it, or without "
+            f"{_TABLE} among the targets."
+        )
+    return True
 
 
 def _is_table(name: str) -> bool:

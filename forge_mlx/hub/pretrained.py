@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
-import sys
 from typing import Any, Final
 
+from forge_mlx._console import to_stderr
+from forge_mlx._text import count
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.hub.coded_checkpoints import put_codes, read_quantization
 from forge_mlx.hub.errors import HubError
@@ -15,12 +16,14 @@ from forge_mlx.hub.gguf_file import read_gguf
 from forge_mlx.hub.json_files import read_object
 from forge_mlx.hub.loaded import Pretrained
 from forge_mlx.hub.locate import locate
+from forge_mlx.hub.promises import require_promised
 from forge_mlx.hub.safetensors_files import load_tensors, own_file
 from forge_mlx.hub.save import save_pretrained
 from forge_mlx.hub.weights import common_dtype, put_weights, text_tensors
 from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.gpt import GPT
 from forge_mlx.models.registry import build_model
+from forge_mlx.nn.coded import Coded
 import mlx.core as mx
 
 __all__ = ["Pretrained", "is_pretrained", "load_pretrained", "read_shape", "save_pretrained"]
@@ -31,16 +34,12 @@ _GGUF: Final = ".gguf"
 _FLOATS: Final = (mx.float32, mx.float16, mx.bfloat16)
 
 
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
 def load_pretrained(
     path: str | Path,
     *,
     dtype: mx.Dtype | None = None,
     revision: str | None = None,
-    log: Callable[[str], None] = _to_stderr,
+    log: Callable[[str], None] = to_stderr,
 ) -> Pretrained:
     """Open a Hugging Face folder, one of mlx-lm's, a GGUF file, or a model of the hub.
 
@@ -71,24 +70,26 @@ def load_pretrained(
     tokenizer = HubTokenizer.load(found)
     _check_table(found, tokenizer, described.config.vocab_size or 0, log)
     model = _load_model(found, values, described, dtype, log)
-    file = own_file(found, _GENERATION)
-    generation = read_object(file) if file.is_file() else {}
+    generation = _read_generation(found)
     return Pretrained(model, tokenizer, found, described.family.model_type, values, generation)
 
 
-def read_shape(path: str | Path, *, revision: str | None = None) -> DecoderConfig:
+def read_shape(
+    path: str | Path, *, revision: str | None = None, log: Callable[[str], None] = to_stderr
+) -> DecoderConfig:
     """The shape of a checkpoint, without its weights.
 
     Args:
         path: As `load_pretrained` takes it.
         revision: Of the hub.
+        log: Told in a line what of a GGUF file is not used.
 
     Raises:
         HubError: There is no such model, or its family is not known.
     """
     found = locate(path, revision=revision, config_only=True)
     if found.suffix == _GGUF and found.is_file():
-        return read_gguf_config(read_gguf(found), _to_stderr)
+        return read_gguf_config(read_gguf(found), log)
     return describe(_read_config(found), str(found / _CONFIG)).config
 
 
@@ -118,6 +119,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return read_object(file)
 
 
+def _read_generation(folder: Path) -> dict[str, Any]:
+    file = own_file(folder, _GENERATION)
+    values = read_object(file) if file.is_file() else {}
+    ends = values.get("eos_token_id")
+    if not all(each is None or type(each) is int for each in (ends if isinstance(ends, list) else [ends])):
+        raise HubError(f"{file}: eos_token_id must be the id of a token, or a list of ids, but got {ends!r}.")
+    return values
+
+
 def _check_table(folder: Path, tokenizer: HubTokenizer, rows: int, log: Callable[[str], None]) -> None:
     """Raise for tokens of plain text that have no embedding; say how many special ones have none."""
     if tokenizer.plain_vocab_size > rows:
@@ -127,7 +137,9 @@ def _check_table(folder: Path, tokenizer: HubTokenizer, rows: int, log: Callable
         )
     if missing := sorted(token for token in tokenizer.special_ids if token >= rows):
         names = ", ".join(tokenizer.token_name(token) for token in missing[:5])
-        log(f"{folder}: {len(missing)} special tokens have no embedding, and no text may have them: {names}")
+        have, them = ("has", "it") if len(missing) == 1 else ("have", "them")
+        number = count(len(missing), "special token")
+        log(f"{folder}: {number} {have} no embedding, and no text may have {them}: {names}")
 
 
 def _load_model(
@@ -159,9 +171,12 @@ def _filled(
     text = described.values if "quantization" in described.values else values
     quantization = read_quantization(text, family.layout, str(folder / _CONFIG))
     tensors = text_tensors(load_tensors(folder), family, described.config.num_layers, where, log)
+    require_promised(described.config, tensors, where)
     model = build_model(described.config)
     if quantization is not None:
         routers = put_codes(model, family.layout, quantization, tensors, dtype or common_dtype(tensors))
+        if not routers and not any(isinstance(module, Coded) for module in model.modules()):
+            log(f"{where}: config.json has a quantization but no layer has codes: the weights are read as floats")
         if routers:
             log(f"{where}: {routers} routers in codes were made floats, as they are in every model here")
     put_weights(model, family.layout, tensors, where, dtype=dtype)

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.json_files import parse_object, read_object
+from forge_mlx.hub.regular_files import regular_size
 import mlx.core as mx
 
 _SINGLE: Final = "model.safetensors"
@@ -48,7 +49,7 @@ def load_tensors(folder: Path) -> dict[str, mx.array]:
         HubError: There are none, a file is missing, damaged, or outside the folder, or a tensor is there twice.
     """
     found: dict[str, mx.array] = {}
-    wanted, files = _weight_files(folder)
+    wanted, files = weight_files(folder)
     for file in files:
         check_header(file)
         tensors = _read(file)
@@ -78,8 +79,13 @@ def own_file(folder: Path, name: str) -> Path:
     if not name or name in (".", "..") or any(char in name for char in "/\\:\0"):
         raise HubError(f"{folder}: a file must be named without a path but got {name!r}.")
     file = folder / name
-    if file.is_symlink():
-        target, home = file.resolve(), folder.resolve()
+    try:
+        is_link, target, home = file.is_symlink(), file.resolve(), folder.resolve()
+    except (OSError, RuntimeError) as error:
+        # RuntimeError: links in a circle.
+        reason = getattr(error, "strerror", None) or error
+        raise HubError(f"{folder}: {_short(name)} must be a file of it but: {reason}.") from None
+    if is_link:
         blobs = home.parent.parent / "blobs"
         of_cache = home.parent.name == "snapshots" and target.parent == blobs
         if not (of_cache or home in target.parents):
@@ -91,10 +97,11 @@ def check_header(file: Path) -> None:
     """Compare the header of a safetensors file with its length, before anything reads by it.
 
     Raises:
-        HubError: The header is damaged, or tensors overlap, leave gaps, or do not end where the file does.
+        HubError: It is no regular file, the header is damaged, or tensors overlap, leave gaps, or do not end where the
+            file does.
     """
     try:
-        size = file.stat().st_size
+        size = regular_size(file)
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _LARGEST_HEADER):
@@ -111,8 +118,15 @@ def check_header(file: Path) -> None:
     _check_places(file, tensors, size - _LENGTH_BYTES - length)
 
 
-def _weight_files(folder: Path) -> tuple[dict[str, str], list[Path]]:
-    """Tensor -> file as an index says, and the files."""
+def weight_files(folder: Path) -> tuple[dict[str, str], list[Path]]:
+    """Tensor -> file as an index says, and the files.
+
+    Args:
+        folder: Of a model.
+
+    Raises:
+        HubError: There are none, one is missing, or an index or a link leads elsewhere.
+    """
     if (folder / _SINGLE).exists():
         return {}, [own_file(folder, _SINGLE)]
     if (folder / _INDEX).exists():
@@ -162,7 +176,7 @@ def _place(file: Path, name: str, entry: Any) -> _Tensor:
     dtype, shape, offsets = fields.get("dtype"), _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
         raise HubError(f"{file}: {name} must have a dtype, a shape and data_offsets but has {_short(entry)}.")
-    if dtype not in _SIZES:
+    if not isinstance(dtype, str) or dtype not in _SIZES:
         raise HubError(f"{file}: {name} must be of a dtype among {', '.join(_SIZES)} but is {_short(dtype)}.")
     begin, end = offsets
     wanted = math.prod(shape) * _SIZES[dtype]

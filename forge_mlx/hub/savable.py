@@ -5,14 +5,16 @@ from typing import Final
 from forge_mlx.hub.errors import HubError
 from forge_mlx.models.gpt import GPT
 from forge_mlx.models.registry import build_model
+from forge_mlx.nn.coded import Coded
 from forge_mlx.nn.embedding import Embedding
 from forge_mlx.nn.expert_linear import ExpertLinear
 from forge_mlx.nn.fake_quant import FakeQuantized
 from forge_mlx.nn.linear import Linear
 from forge_mlx.nn.norms import LayerNorm, RMSNorm
 from forge_mlx.nn.parameters import named_leaves
-from forge_mlx.nn.quantized import MLX_MODES, Coded, QuantizedEmbedding, QuantizedExpertLinear, QuantizedLinear
+from forge_mlx.nn.quantized import QuantizedEmbedding, QuantizedExpertLinear, QuantizedLinear
 from forge_mlx.nn.router import Router
+from forge_mlx.nn.weight_format import MLX_MODES
 import mlx.nn as nn
 
 # By class itself: what derives from one of these may compute something else.

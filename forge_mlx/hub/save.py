@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 import json
 from pathlib import Path
-import sys
 from typing import Any, Final
 
+from forge_mlx._console import to_stderr
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.hub.errors import HubError
@@ -31,10 +31,6 @@ _FORMAT_KEYS: Final = ("group_size", "bits", "mode")
 _OF_FILES: Final = {"quantization", "quantization_config", "dtype", "torch_dtype"}
 
 
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
 def save_pretrained(
     folder: Path,
     model: GPT,
@@ -45,7 +41,7 @@ def save_pretrained(
     dtype: mx.Dtype | None = None,
     texts_begin_with_end: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    log: Callable[[str], None] = _to_stderr,
+    log: Callable[[str], None] = to_stderr,
 ) -> dict[str, Any]:
     """Write a folder that `mlx_lm.load` opens, and where nothing is quantised `transformers` too.
 
@@ -59,7 +55,7 @@ def save_pretrained(
         model: A `GPT` or an `MoE`, float or converted by `convert_qat` or `mlx.nn.quantize`.
         tokenizer: The model's.
         source: config.json of the checkpoint that the model comes from: what still holds of it is kept.
-        generation: generation_config.json; None: the tokenizer's, else its tokens.
+        generation: generation_config.json; None or empty: the tokenizer's, else its tokens.
         dtype: What floats are rounded to, scales of codes too; None: they are written as they are. Biases that steer a
             router stay float32.
         texts_begin_with_end: For a SentencePiece tokenizer: whether the end token stood before every text that the
@@ -93,8 +89,8 @@ def save_pretrained(
             tokenizer_files(tokenizer, max_seq_len=model.config.max_seq_len, texts_begin_with_end=texts_begin_with_end)
         )
         config |= tokens
-    if generation is not None or "generation_config.json" not in files:
-        files["generation_config.json"] = tokens if generation is None else dict(generation)
+    if generation or "generation_config.json" not in files:
+        files["generation_config.json"] = dict(generation) if generation else tokens
     config["dtype"] = _dtype(arrays)
     if quantization:
         # The second is what transformers looks at: it refuses the folder then, where it would read codes as weights.
@@ -116,7 +112,10 @@ def _shape(model: GPT, source: Mapping[str, Any] | None) -> tuple[Family, dict[s
     family = described.family
     kept = {key: value for key, value in described.values.items() if key not in _OF_FILES}
     if type(described.config) is type(model.config) and not different_fields(model.config, described.config):
-        # Whatever it says of the shape is true; older readers may need the keys that it leaves out.
+        if model.config.rope_scaling is not None:
+            # Where it leaves something of this out, or says it in other words, mlx-lm computes something else.
+            kept.pop("rope_scaling", None)
+        # Whatever else it says of the shape is true; older readers may need the keys that it leaves out.
         return family, {**family.write_config(model.config), **kept, **family.constants}
     if family.differences(model.config):
         family = family_for(model.config)
@@ -172,5 +171,8 @@ def _write(file: Path, content: Any) -> None:
 def _warn_of_mlx_lm(model: GPT, family: Family, log: Callable[[str], None]) -> None:
     fields = type(model.config).model_fields
     ignored = [name for name in family.ignored_by_mlx_lm if getattr(model.config, name) != fields[name].default]
+    scaling = model.config.rope_scaling
+    if scaling is not None and scaling.factor == 1 != scaling.rotation_factor and "rope_scaling" not in ignored:
+        ignored.append("rope_scaling.attention_factor")
     if ignored:
         log(f"mlx-lm 0.32 does not read {' and '.join(ignored)} of a {family.model_type}: there it computes without")

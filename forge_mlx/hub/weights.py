@@ -9,8 +9,8 @@ from forge_mlx.hub.families.family import Family
 from forge_mlx.hub.families.layout import Layout
 from forge_mlx.metal.dtypes import dtype_name
 from forge_mlx.models.gpt import GPT
+from forge_mlx.nn.coded import Coded
 from forge_mlx.nn.parameters import named_arrays
-from forge_mlx.nn.quantized import Coded
 import mlx.core as mx
 from mlx.utils import tree_unflatten
 

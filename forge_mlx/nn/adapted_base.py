@@ -5,20 +5,14 @@ from typing import Final, Literal
 from forge_mlx.kernels.matmul import matmul
 from forge_mlx.kernels.quantize import quantize
 from forge_mlx.kernels.quantize.options import Mode, Options, checked_options
+from forge_mlx.nn.code_products import float_product, prefers_floats
+from forge_mlx.nn.coded import Coded, coded_shape, holds_codes
 from forge_mlx.nn.embedding import Embedding
 from forge_mlx.nn.expert_linear import ExpertLinear
 from forge_mlx.nn.linear import Linear
 from forge_mlx.nn.module_copy import copied_modules
-from forge_mlx.nn.quantized import (
-    Coded,
-    CodesEmbedding,
-    CodesLinear,
-    Packed,
-    QuantizedExpertLinear,
-    float_product,
-    option_arguments,
-    prefers_floats,
-)
+from forge_mlx.nn.quantized import CodesEmbedding, CodesLinear, QuantizedExpertLinear
+from forge_mlx.nn.weight_format import Packed, option_arguments
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -30,7 +24,6 @@ _KINDS: Final[dict[Kind, tuple[type[nn.Module], ...]]] = {
     "embedding": (nn.Embedding, nn.QuantizedEmbedding, CodesEmbedding),
 }
 _FLOAT: Final[dict[Kind, type[nn.Module]]] = {"linear": Linear, "experts": ExpertLinear, "embedding": Embedding}
-_CODES: Final = (Coded, nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 def kind_of(layer: nn.Module) -> Kind | None:
@@ -42,23 +35,14 @@ def kind_of(layer: nn.Module) -> Kind | None:
     return next((kind for kind, classes in _KINDS.items() if isinstance(layer, classes)), None)
 
 
-def holds_codes(layer: nn.Module) -> bool:
-    """Whether a module is a layer of codes, of forge-mlx or of `mlx.nn.quantize`.
-
-    Args:
-        layer: Any module.
-    """
-    return isinstance(layer, _CODES)
-
-
 def weight_shape(layer: nn.Module) -> tuple[int, ...]:
     """The shape of the weight, `[..., out, in]`; of layers of codes, of the one that they stand for.
 
     Args:
         layer: A layer of a kind that `kind_of` knows.
     """
-    shape: tuple[int, ...] = layer.weight.shape
-    return (*shape[:-1], shape[-1] * 32 // layer.bits) if holds_codes(layer) else shape
+    shape: tuple[int, ...] = coded_shape(layer) if holds_codes(layer) else layer.weight.shape
+    return shape
 
 
 def codes_options(layer: nn.Module) -> Options:

@@ -5,16 +5,16 @@ from typing import Final
 from forge_mlx.kernels.embedding import embedding
 from forge_mlx.kernels.quantize import fake_quant, quantize
 from forge_mlx.kernels.quantize.options import Options, Ste
+from forge_mlx.nn.coded import Coded
 from forge_mlx.nn.embedding import Embedding
 from forge_mlx.nn.expert_linear import ExpertLinear
 from forge_mlx.nn.linear import Linear
 from forge_mlx.nn.made_weight import MadeWeightLinear, MadeWeightTable
-from forge_mlx.nn.quantized import (
+from forge_mlx.nn.quantized import coded_layer
+from forge_mlx.nn.weight_format import (
     Activations,
-    Coded,
     Packed,
     WeightFormat,
-    coded_layer,
     describe_options,
     option_arguments,
     quantized_input,

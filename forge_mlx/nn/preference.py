@@ -14,14 +14,14 @@ _LN_2: Final = math.log(2)
 
 
 class PreferenceMetrics(NamedTuple):
-    """Float32 scalars, each a sum over the pairs that count: divide by ``pairs`` after adding up batches.
+    """Float32 scalars, each a weighted sum over the pairs: divide by ``pairs`` after adding up batches.
 
     Attributes:
         chosen_reward: Of DPO beta (ln p - ln p_reference) of the chosen answers, of ORPO lambda ln p a token.
         rejected_reward: The same of the rejected answers.
-        accuracy: Pairs whose chosen answer has the greater reward.
+        accuracy: 1 for each pair whose chosen answer has the greater reward.
         margin: chosen_reward - rejected_reward.
-        pairs: Pairs that count.
+        pairs: 1 for each pair: the sum of the weights, so the number of pairs that count if these are 0 and 1.
     """
 
     chosen_reward: mx.array
@@ -35,7 +35,7 @@ class PreferenceLoss(NamedTuple):
     """What a loss over pairs gives.
 
     Attributes:
-        loss: Float32 scalar: the sum over the pairs that count.
+        loss: Float32 scalar: the weighted sum over the pairs.
         metrics: Without a gradient.
     """
 
@@ -72,7 +72,7 @@ def dpo_loss(
         beta: How strongly the model is held to the reference, greater than 0.
         label_smoothing: 0 or more and less than 0.5.
         variant: "sigmoid", "hinge" or "ipo".
-        weights: float32 `[P]`, a factor for each pair, 0 for padding; None for 1.
+        weights: float32 `[P]`, a factor of 0 or more for each pair, 0 for padding; None for 1.
 
     Returns:
         The summed loss and metrics.
@@ -96,6 +96,9 @@ def dpo_loss(
             f"[dpo_loss] label_smoothing must be 0 with the variant {variant} but got {label_smoothing}. Leave it "
             "out, or take the variant sigmoid."
         )
+    chosen, rejected, reference_chosen, reference_rejected = _counting(
+        weights, chosen, rejected, reference_chosen, reference_rejected
+    )
     chosen_gain, rejected_gain = (
         each.astype(mx.float32) - mx.stop_gradient(reference.astype(mx.float32))
         for each, reference in ((chosen, reference_chosen), (rejected, reference_rejected))
@@ -137,7 +140,7 @@ def orpo_loss(
         chosen_tokens: `[P]`, tokens of each chosen answer; 0 only where the pair does not count.
         rejected_tokens: `[P]`.
         orpo_lambda: Weight of the odds ratio, 0 or more.
-        weights: float32 `[P]`, a factor for each pair, 0 for padding; None for 1.
+        weights: float32 `[P]`, a factor of 0 or more for each pair, 0 for padding; None for 1.
 
     Returns:
         The summed loss and metrics.
@@ -155,6 +158,7 @@ def orpo_loss(
     )
     if not (is_number(orpo_lambda) and 0 <= orpo_lambda < math.inf):
         raise ValueError(f"[orpo_loss] orpo_lambda must be a number of 0 or more but got {orpo_lambda!r}.")
+    chosen, rejected = _counting(weights, chosen, rejected)
     chosen_mean, rejected_mean = (
         each.astype(mx.float32) / mx.maximum(tokens, 1)
         for each, tokens in ((chosen, chosen_tokens), (rejected, rejected_tokens))
@@ -180,14 +184,20 @@ def _log_odds(log_p: mx.array) -> mx.array:
     return log_p - mx.where(near, from_near, from_far)
 
 
+def _counting(weights: mx.array | None, *log_probs: mx.array) -> tuple[mx.array, ...]:
+    """The same with 0 where a pair does not count, whatever stands there: 0 times the gradient of a NaN is NaN."""
+    if weights is None:
+        return log_probs
+    return tuple(mx.where(weights == 0, mx.zeros((), each.dtype), each) for each in log_probs)
+
+
 def _summed(
     losses: mx.array, chosen_reward: mx.array, rejected_reward: mx.array, weights: mx.array | None
 ) -> PreferenceLoss:
     factor = mx.ones(losses.shape) if weights is None else weights.astype(mx.float32)
 
     def total(each: mx.array) -> mx.array:
-        # Whatever stands in a row of padding.
-        return mx.where(factor == 0, 0.0, factor * each).sum()
+        return (factor * each).sum()
 
     chosen_reward, rejected_reward = mx.stop_gradient(chosen_reward), mx.stop_gradient(rejected_reward)
     metrics = PreferenceMetrics(

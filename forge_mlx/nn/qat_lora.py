@@ -1,21 +1,22 @@
 """Adapters of a weight that is quantised behind them: what is trained is the merged weight of its codes."""
 
-from typing import Any, cast
+from typing import Final, cast
 
 from forge_mlx.kernels.embedding import embedding
 from forge_mlx.kernels.matmul import matmul
 from forge_mlx.kernels.quantize import fake_quant
 from forge_mlx.kernels.quantize.options import Options, Ste
-from forge_mlx.nn.adapted_base import float_layer, float_weight
+from forge_mlx.nn.adapted_base import Kind, float_layer, float_weight
+from forge_mlx.nn.coded import Coded
 from forge_mlx.nn.dora import DoRAEmbedding, DoRALinear, Magnitudes
 from forge_mlx.nn.expert_linear import expert_product
 from forge_mlx.nn.fake_quant import FakeQuantEmbedding, FakeQuantExpertLinear, FakeQuantized, FakeQuantLinear
 from forge_mlx.nn.lora import Adapter, AdapterOptions, LoRAEmbedding, LoRAExpertLinear, LoRALinear
-from forge_mlx.nn.quantized import Activations, Coded, describe_options, option_arguments
+from forge_mlx.nn.weight_format import Activations, describe_options, option_arguments
 import mlx.core as mx
 import mlx.nn as nn
 
-_FAKE_QUANTIZED: Any = {
+_FAKE_QUANTIZED: Final[dict[Kind, type[FakeQuantized]]] = {
     "linear": FakeQuantLinear,
     "experts": FakeQuantExpertLinear,
     "embedding": FakeQuantEmbedding,

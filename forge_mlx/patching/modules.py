@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 from forge_mlx.kernels.activations import geglu, swiglu
 from forge_mlx.kernels.norms import rms_norm
 from forge_mlx.kernels.rope import rope
-from forge_mlx.patching.parameters import recomputed
+from forge_mlx.patching.parameters import without_keeping
 from forge_mlx.patching.rows import Rows, current_rows
 import mlx.core as mx
 import mlx.nn as nn
@@ -111,7 +111,7 @@ class PatchedSwiGLU(Patched):
     def __call__(self, x: mx.array) -> mx.array:
         """Map `[..., C]` to `[..., C]`."""
         gate, up = same_dtype(self.gate_proj(x), self.up_proj(x))
-        return recomputed(self.down_proj, self.gated, gate, up)
+        return without_keeping(self.down_proj, self.gated, gate, up)
 
 
 class PatchedGEGLU(PatchedSwiGLU):
@@ -154,7 +154,7 @@ class PatchedJoinedSwiGLU(Patched):
     def __call__(self, x: mx.array) -> mx.array:
         """Map `[..., C]` to `[..., C]`."""
         gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)
-        return recomputed(self.down_proj, swiglu, gate, up)
+        return without_keeping(self.down_proj, swiglu, gate, up)
 
 
 class PatchedSwitchGLU(Patched):

@@ -38,7 +38,7 @@ def given_parameters(module: nn.Module, names: list[str], values: tuple[mx.array
         module.update(tree_unflatten(own))
 
 
-def recomputed(module: nn.Module, between: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
+def without_keeping(module: nn.Module, between: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
     """module(between(*arrays)), the value between computed again in the backward pass and not kept for it.
 
     Nothing else is computed again: the module's product is not needed there. Kept after all where nothing is trained

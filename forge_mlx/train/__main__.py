@@ -65,12 +65,11 @@ def _next_steps(outcome: Outcome, config: TrainConfig) -> list[str]:
             "or copy the config, set data.source to your own text and train on that",
         ]
     final = shlex.quote(str(outcome.folder / "final"))
-    base = shlex.quote(config.model.path)
     is_adapter = (outcome.folder / "final" / "adapter_config.json").is_file()
-    model = f"{base} --adapter-path {final}" if is_adapter else final
+    model = f"{shlex.quote(config.model.path)} --adapter-path {final}" if is_adapter else final
     lines = [f"{python} -m forge_mlx.generate {run}{' --chat' if config.asks_in_chat else example}"]
     # mlx-lm reads no GGUF files, and has the base of codes that this run made in no folder.
-    if not (is_adapter and (base.endswith(".gguf") or config.model.quantize)):
+    if not (is_adapter and (config.model.path.endswith(".gguf") or config.model.quantize)):
         lines.append(f"mlx_lm.generate --model {model} --prompt ...")
     if is_adapter:
         lines.append(f"{python} -m forge_mlx.export {run} OUT    # merged, for mlx-lm and transformers")

@@ -17,14 +17,15 @@ from forge_mlx.metal.engine import resolve
 from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.moe import MoE, MoEConfig
 from forge_mlx.models.qat import prepared_layers
+from forge_mlx.nn.coded import named_shapes
 from forge_mlx.nn.fake_quant import FakeQuantized
 from forge_mlx.nn.parameters import count_elements
-from forge_mlx.nn.quantized import named_shapes
 from forge_mlx.optim import OptimConfig
 from forge_mlx.train.attention_path import describe_attention
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.device import Placement
 from forge_mlx.train.preference_config import PreferenceConfig
+from forge_mlx.train.step import trains_head
 from forge_mlx.train.trainer import Trainer
 import mlx.core as mx
 import mlx.nn as nn
@@ -59,19 +60,21 @@ def log_device(placement: Placement, log: Callable[[str], None]) -> None:
 
 def log_path(trainer: Trainer, log: Callable[[str], None]) -> None:
     """Say how a run computes attention, and what stands in its rows."""
-    log(f"attention: {attention_text(trainer.config, trainer.model.config, trainer.placement)}")
-    log(f"packing: {describe_packing(trainer.config)}")
+    kind: Packing = "documents" if trainer.separates_texts else "concat"
+    log(f"attention: {attention_text(trainer.config, trainer.model.config, trainer.placement, kind)}")
+    log(f"packing: {_PACKING[False] if trainer.rows.packing == 'padded' else describe_packing(trainer.config)}")
 
 
-def attention_text(config: TrainConfig, shape: DecoderConfig, placement: Placement) -> str:
+def attention_text(config: TrainConfig, shape: DecoderConfig, placement: Placement, kind: Packing) -> str:
     """What attention does in a run, the path that it takes, and why.
 
     Args:
         config: of the run.
         shape: the model's.
         placement: device and dtype.
+        kind: the packing of a corpus whose rows need the same of attention.
     """
-    return describe_attention(shape, rows_kind(config), config.train.seq_len, placement.dtype, placement.device.type)
+    return describe_attention(shape, kind, config.train.seq_len, placement.dtype, placement.device.type)
 
 
 def rows_kind(config: TrainConfig) -> Packing:
@@ -175,7 +178,8 @@ def log_model(trainer: Trainer, log: Callable[[str], None]) -> None:
     if text := describe_qat(config, model):
         log(f"quantisation: {text}")
     rows, length = loop.batch_size * trainer.rows.group_size, trainer.rows.seq_len
-    chunk = chunk_rows(rows * length, 4 * model.head_weight.shape[0], trainer.placement.device.type)
+    row_bytes, device = 4 * model.head_weight.shape[0], trainer.placement.device.type
+    chunk = chunk_rows(rows * length, row_bytes, device, adds_weight=trains_head(model))
     log(
         f"loss: {_preference_text(config)}linear_cross_entropy, engine {resolve('linear_cross_entropy')}; the logits "
         f"of {chunk:,} of a pass's {rows * length:,} tokens exist at once"

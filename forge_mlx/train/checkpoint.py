@@ -39,6 +39,7 @@ class RunState:
         seconds: time spent in the training loop so far.
         data: the batch stream's position.
         window: sums since the last training record.
+        base: fingerprint of the weights that training went on from; None: of a new model, or an older checkpoint.
     """
 
     step: int
@@ -46,6 +47,7 @@ class RunState:
     seconds: float
     data: dict[str, Any]
     window: dict[str, Any]
+    base: str | None = None
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "gpu"] = Field("auto", description="auto: the GPU where MLX has one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="of the forward and backward pass; weights and moments stay float32. auto: bfloat16 on a "
-        "GPU, float32 on a CPU, where 16-bit products bypass the BLAS",
+        description="of the forward and backward pass, and of what is frozen; what is trained and its moments are "
+        "float32. auto: bfloat16 on a GPU, float32 on a CPU, where 16-bit products bypass the BLAS",
     )
 
     @field_validator("dir", mode="before")
@@ -52,9 +52,9 @@ class LoopConfig(Section):
     """The training loop: sizes and how often what happens."""
 
     steps: int = Field(gt=0, description="optimizer updates")
-    batch_size: int = Field(gt=0, description="rows in one forward and backward pass")
+    batch_size: int = Field(gt=0, description="rows in one forward and backward pass; of preference pairs")
     seq_len: int = Field(gt=0, description="tokens in a row")
-    accumulate: int = Field(1, gt=0, description="passes whose gradients make one update, weighted by tokens")
+    accumulate: int = Field(1, gt=0, description="passes whose gradients make one update, weighted by their targets or pairs")
     log_every: int = Field(10, gt=0, description="steps between training records")
     eval_every: int = Field(100, ge=0, description="steps between evaluations; 0: only at the end")
     eval_tokens: int = Field(32768, gt=0, description="validation targets of an evaluation during training, about")
@@ -64,8 +64,8 @@ class LoopConfig(Section):
     sample_every: int = Field(0, ge=0, description="steps between samples; 0: only at the end")
     sample_prompt: str = Field(
         "",
-        description="what a sample continues, with data.packing: documents as the start of one; empty: the start of a "
-        "document",
+        description="what a sample continues, with data.packing: documents as the start of one, in chats what the user "
+        "says; empty: the start of a document, or with data.format the first three examples that are held out",
     )
     sample_tokens: int = Field(128, gt=0, description="most tokens in a sample; it ends at model.max_seq_len")
     sample_temperature: float = Field(0.7, ge=0, description="temperature of samples, with top-p 0.95; 0: greedy")
@@ -210,7 +210,7 @@ class TrainConfig(Section):
     @property
     def asks_in_chat(self) -> bool:
         """Whether examples are conversations in the tokenizer's chat template."""
-        return isinstance(self.data, ExampleConfig) and (self.data.format == "chat" or self.data.prompt_as == "chat")
+        return isinstance(self.data, ExampleConfig) and self.data.asks_in_chat
 
     def with_vocab_size(self, size: int) -> "TrainConfig":
         """The config of a new model with the size of the tokenizer's vocabulary filled in.
@@ -229,9 +229,14 @@ class TrainConfig(Section):
         return self.model_copy(update={"model": self.model.model_copy(update={"vocab_size": size})})
 
     @property
-    def tokens_per_step(self) -> int:
-        """Positions of the rows of one update: all are targets, but for the padding of ``data.packing: documents``."""
-        return self.train.batch_size * self.train.seq_len * self.train.accumulate
+    def rows_per_pass(self) -> int:
+        """Rows of one forward and backward pass: of pairs two for each."""
+        return self.train.batch_size * (2 if self.trains_pairs else 1)
+
+    @property
+    def positions_per_step(self) -> int:
+        """Positions of the rows of one update: targets, but for what examples only read, and padding."""
+        return self.rows_per_pass * self.train.seq_len * self.train.accumulate
 
 
 def shape_problems(config: TrainConfig, shape: DecoderConfig) -> list[str]:

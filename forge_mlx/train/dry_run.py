@@ -10,7 +10,6 @@ from forge_mlx.data.example_config import ExampleConfig
 from forge_mlx.data.example_files import suffixes_of
 from forge_mlx.data.sources import list_files
 from forge_mlx.data.tokenizer import Tokenizer
-from forge_mlx.hub.pretrained import load_pretrained
 from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.gpt import GPT
 from forge_mlx.models.moe import MoE
@@ -25,12 +24,12 @@ from forge_mlx.train.banner import (
     describe_qat,
     rows_kind,
 )
-from forge_mlx.train.config import TrainConfig, shape_problems
+from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.device import Placement, choose_placement
 from forge_mlx.train.memory import estimate_memory
 from forge_mlx.train.pretrained_config import PretrainedConfig
-from forge_mlx.train.step import frozen_parameters
-from forge_mlx.train.work import make_trainable, trained_dtype
+from forge_mlx.train.step import frozen_parameters, trains_head
+from forge_mlx.train.work import load_base, make_trainable
 import mlx.core as mx
 from rich.console import Console
 from rich.table import Table
@@ -52,7 +51,7 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
     shape = model.config
     console.print(_shape_table(model))
     total, hidden = model.num_parameters(), model.num_parameters(embeddings=False)
-    loop, steps, step_tokens = config.train, config.train.steps, config.tokens_per_step
+    loop, steps, step_tokens = config.train, config.train.steps, config.positions_per_step
     # How much of the rows is padding, and how long the documents are, only the data say.
     most = "at most " if config.isolates_texts or isinstance(config.data, ExampleConfig) else ""
     flops = model.flops_per_token(loop.seq_len) * step_tokens
@@ -62,7 +61,7 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
         shape,
         config.optim,
         trained if config.adapter is not None else total,
-        loop.batch_size,
+        config.rows_per_pass,
         loop.seq_len,
         placement.dtype_name,
         loop.accumulate,
@@ -70,6 +69,7 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
         rows_kind(config),
         frozen if config.adapter is not None else 0,
         loop.grad_checkpoint,
+        trains_head(model),
     )
     parts = [f"{name} {size(num_bytes)}" for name, num_bytes in asdict(memory).items() if num_bytes]
     passes = f"{loop.accumulate} pass{'' if loop.accumulate == 1 else 'es'}"
@@ -80,7 +80,7 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
         "packing": _wrapped(describe_packing(config)),
         "parameters": f"{total:,} ({hidden:,} without embeddings)",
         **_special_lines(config, model),
-        "tokens a step": f"{most}{step_tokens:,} = {loop.batch_size} rows x {loop.seq_len} tokens x {passes}",
+        "tokens a step": f"{most}{step_tokens:,} = {config.rows_per_pass} rows x {loop.seq_len} tokens x {passes}",
         "tokens in all": f"{most}{step_tokens * steps:,} in {steps:,} steps",
         "FLOPs": f"{most}{flops:.3g} a step, {flops * steps:.3g} in all",
         "memory": f"about {size(memory.total)} at the peak of a step; not all at once:",
@@ -98,12 +98,8 @@ def _model(config: TrainConfig, placement: Placement, console: Console) -> GPT:
     else:
         list_files(config.data, console.print)
     if isinstance(config.model, PretrainedConfig):
-        dtype = trained_dtype(config, placement)
-        base = config.model
-        model = load_pretrained(base.path, dtype=dtype, revision=base.revision, log=console.print).model
-        if problems := shape_problems(config, model.config):
-            raise ValueError("; ".join(problems) + ".")
-        make_trainable(config, model, dtype)
+        model = load_base(config, placement, console.print).model
+        make_trainable(config, model)
         return model
     assert isinstance(config.data, DataConfig)
     tokenizer = config.data.tokenizer
@@ -133,7 +129,7 @@ def _special_lines(config: TrainConfig, model: GPT) -> dict[str, str]:
 def _attention_text(config: TrainConfig, shape: DecoderConfig, placement: Placement) -> str:
     # As in the run, whose device is the default one.
     with mx.stream(placement.device):
-        return attention_text(config, shape, placement)
+        return attention_text(config, shape, placement, rows_kind(config))
 
 
 def _wrapped(text: str) -> str:

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 from forge_mlx.data.tokenizer import Tokenizer
-from forge_mlx.hub.adapter_files import save_adapters
+from forge_mlx.hub.adapter_files import TEMPLATE_FILE, save_adapters
 from forge_mlx.hub.native import save_model
-from forge_mlx.hub.pretrained import Pretrained, save_pretrained
-from forge_mlx.metal.dtypes import FLOATS_BY_NAME
+from forge_mlx.hub.pretrained import save_pretrained
 from forge_mlx.train.deploy import deployed_model
 from forge_mlx.train.pretrained_config import PretrainedConfig
 from forge_mlx.train.work import Work
@@ -19,7 +18,7 @@ def write_final(folder: Path, work: Work, dtype: mx.Dtype, *, quantised: bool) -
     | run | folder |
     |---|---|
     | a new model | `model.safetensors`, `config.json`, `tokenizer.model` |
-    | adapters | `adapters.safetensors`, `adapter_config.json`, as mlx-lm reads them |
+    | adapters | `adapters.safetensors`, `adapter_config.json`, as mlx-lm reads them; the chat template |
     | all of a checkpoint | Hugging Face's layout, in the checkpoint's dtype |
     | quantisation-aware | as above, with the codes |
 
@@ -39,7 +38,10 @@ def write_final(folder: Path, work: Work, dtype: mx.Dtype, *, quantised: bool) -
         save_model(folder, model, work.tokenizer, texts_begin_with_end=work.config.isolates_texts)
     elif work.config.adapter is not None and not quantised:
         assert isinstance(work.config.model, PretrainedConfig)
-        save_adapters(folder, model, work.config.adapter, work.config.model.path)
+        base = work.config.model.anchored()
+        save_adapters(folder, model, work.config.adapter, base.path, revision=base.revision, fingerprint=work.base)
+        if source.tokenizer.chat_template is not None:
+            (folder / TEMPLATE_FILE).write_text(source.tokenizer.chat_template, encoding="utf-8")
     else:
         save_pretrained(
             folder,
@@ -47,11 +49,5 @@ def write_final(folder: Path, work: Work, dtype: mx.Dtype, *, quantised: bool) -
             source.tokenizer,
             source=source.config,
             generation=source.generation,
-            dtype=None if quantised else _stored_dtype(source),
+            dtype=None if quantised else source.stored_dtype,
         )
-
-
-def _stored_dtype(source: Pretrained) -> mx.Dtype | None:
-    """The dtype of the checkpoint's own floats; None where it does not say."""
-    name = source.config.get("dtype") or source.config.get("torch_dtype")
-    return FLOATS_BY_NAME.get(str(name))

@@ -1,73 +1,94 @@
 """The models of fine-tuning runs, read back: adapters on their base, or a checkpoint of what was trained."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from forge_mlx.data.example_config import ExampleConfig
 from forge_mlx.data.example_reader import with_template
 from forge_mlx.data.hub_tokenizer import HubTokenizer
-from forge_mlx.hub.adapter_files import load_adapters
-from forge_mlx.hub.pretrained import Pretrained, load_pretrained
+from forge_mlx.hub.adapter_files import load_adapters, with_own_template
+from forge_mlx.hub.fingerprint import weights_fingerprint
+from forge_mlx.hub.pretrained import Pretrained
+from forge_mlx.models.gpt import GPT
 from forge_mlx.models.qat import fake_quant_enabled, set_fake_quant
+from forge_mlx.nn.coded import Coded
+from forge_mlx.nn.parameters import cast_floats
 from forge_mlx.train.checkpoint import Checkpoint
-from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.deploy import deployed_model
-from forge_mlx.train.device import choose_placement
+from forge_mlx.train.device import recorded_placement
+from forge_mlx.train.folder import RunFolder
 from forge_mlx.train.kept_weights import put_back
-from forge_mlx.train.pretrained_config import PretrainedConfig
-from forge_mlx.train.work import make_trainable, prepare_base, trained_dtype
+from forge_mlx.train.load import load_config
+from forge_mlx.train.work import load_base, make_trainable
+import mlx.core as mx
 
 Log = Callable[[str], None]
 
 
-def adapted_model(config: TrainConfig, adapters: Path, log: Log) -> Pretrained:
+def adapted_model(run: RunFolder, adapters: Path, keep_dtype: bool, log: Log) -> Pretrained:
     """The base of a run with the adapters that it ended with, in evaluation mode, and the run's chat template.
 
     Args:
-        config: of the run; its model is one that existed.
+        run: its model is one that existed.
         adapters: a folder of them.
+        keep_dtype: whether floats keep the dtype of training on a CPU, where others are several times slower.
         log: takes a line for people.
 
     Raises:
         ValueError: the base or the adapters cannot be read.
     """
-    base, dtype = _base(config), trained_dtype(config, choose_placement(config.run))
-    source = load_pretrained(base.path, dtype=dtype, revision=base.revision, log=log)
-    prepare_base(base, source.model, dtype)
-    load_adapters(adapters, source.model)
-    source.model.eval()
-    return source._replace(tokenizer=_with_template(config, source.tokenizer))
+    config = load_config(run.config_file)
+    source = load_base(config, recorded_placement(config.run, run.config_file), log)
+    load_adapters(adapters, source.model, base=source.folder, log=log)
+    tokenizer = with_own_template(adapters, _with_template(run, source.tokenizer))
+    return source._replace(model=_ready(source.model, keep_dtype), tokenizer=tokenizer)
 
 
-def trained_model(config: TrainConfig, checkpoint: Checkpoint, log: Log) -> Pretrained:
+def trained_model(run: RunFolder, checkpoint: Checkpoint, keep_dtype: bool, log: Log) -> Pretrained:
     """What a run would deploy at the step of a checkpoint, in evaluation mode, with the run's chat template.
 
     Args:
-        config: of the run; its model is one that existed.
+        run: its model is one that existed.
         checkpoint: of the run.
+        keep_dtype: whether floats keep the dtype of training on a CPU, where others are several times slower.
         log: takes a line for people.
 
     Raises:
         ValueError: the base cannot be read, or the checkpoint is of another.
     """
-    base, placement = _base(config), choose_placement(config.run)
-    dtype = trained_dtype(config, placement)
-    source = load_pretrained(base.path, dtype=dtype, revision=base.revision, log=log)
-    model = source.model
-    make_trainable(config, model, dtype)
+    config = load_config(run.config_file)
+    placement = recorded_placement(config.run, run.config_file)
+    source = load_base(config, placement, log)
+    model, trained_on = source.model, checkpoint.state.base
+    if config.adapter is not None and trained_on is not None and weights_fingerprint(source.folder) != trained_on:
+        log(
+            f"WARNING: {checkpoint.path}: these adapters were trained on other weights than those of {source.folder}: "
+            "expect another model than the trained one"
+        )
+    make_trainable(config, model)
     put_back(config, model, checkpoint.weights)
     if config.qat is not None and fake_quant_enabled(config.qat, checkpoint.state.step):
         set_fake_quant(model, True)
         model = deployed_model(config, model, placement.dtype)
+    return source._replace(model=_ready(model, keep_dtype), tokenizer=_with_template(run, source.tokenizer))
+
+
+def _ready(model: GPT, keep_dtype: bool) -> GPT:
+    """The model in evaluation mode; on a CPU its floats, which training rounded, in float32 from here on."""
+    if not keep_dtype and mx.default_device() == mx.Device(mx.cpu):
+        model.update(cast_floats(model.parameters(), mx.float32))
+        for module in model.modules():
+            if isinstance(module, Coded):
+                module.format = replace(module.format, dtype=mx.float32)
+        mx.eval(model.parameters())
     model.eval()
-    return source._replace(model=model, tokenizer=_with_template(config, source.tokenizer))
+    return model
 
 
-def _base(config: TrainConfig) -> PretrainedConfig:
-    assert isinstance(config.model, PretrainedConfig)
-    return config.model
-
-
-def _with_template(config: TrainConfig, tokenizer: HubTokenizer) -> HubTokenizer:
+def _with_template(run: RunFolder, tokenizer: HubTokenizer) -> HubTokenizer:
     """The tokenizer with the chat template that the run's examples were written in."""
-    return with_template(config.data, tokenizer) if isinstance(config.data, ExampleConfig) else tokenizer
+    if run.template_file.is_file():
+        return with_own_template(run.path, tokenizer)
+    data = load_config(run.config_file).data
+    return with_template(data, tokenizer) if isinstance(data, ExampleConfig) else tokenizer

@@ -19,6 +19,8 @@ from forge_mlx.train.checkpoint import (
 )
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.load import dump_config, load_config
+from forge_mlx.train.metrics import replace_file
+from forge_mlx.train.pretrained_config import PretrainedConfig
 
 # A checkpoint means something else when one of these changes; all other keys may change between two starts.
 _FIXED_KEYS = (
@@ -34,6 +36,8 @@ _FIXED_KEYS = (
     "optim.name",
 )
 _IGNORED_KEYS = ("run.dir", "run.resume")
+# Where the weights lie that a run goes on from: which ones they are, its checkpoint knows.
+_PLACES = ("model.path", "model.revision")
 # A section whose keys are the user's: of the patterns the last that fits counts, so that their order means something.
 _ORDERED_SECTION = "qat.overrides"
 # The trainer replaces null or auto in these by what it chose and writes that down.
@@ -76,6 +80,8 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.final = path / "final"
         self.tokenizer_file = path / "tokenizer.model"
+        self.template_file = path / "chat_template.jinja"
+        self.reference_file = path / "reference.safetensors"
         self._lock_file = path / ".lock"
 
     @property
@@ -184,14 +190,14 @@ class RunFolder:
         Raises:
             RunFolderError: some of them decide what the checkpoint means.
         """
-        old, new = _flatten(load_config(self.config_file)), _flatten(config)
+        old, new = _flatten(_anchored(load_config(self.config_file))), _flatten(_anchored(config))
         changed: list[str] = []
         refused: list[str] = []
         for key in sorted(old.keys() | new.keys()):
             filled_in = key in _RESOLVED_KEYS and new.get(key) in (None, "auto")
             if key in _IGNORED_KEYS or old.get(key) == new.get(key) or filled_in:
                 continue
-            fixed = any(key == prefix or key.startswith(f"{prefix}.") for prefix in _FIXED_KEYS)
+            fixed = key not in _PLACES and any(f"{key}.".startswith(f"{prefix}.") for prefix in _FIXED_KEYS)
             (refused if fixed else changed).append(f"{key}: {old.get(key)!r} -> {new.get(key)!r}")
         if refused:
             raise RunFolderError(
@@ -232,12 +238,23 @@ class RunFolder:
 
     def write_config(self, config: TrainConfig) -> None:
         """Write the resolved config, through a temporary file; what it says of resuming was for this start alone."""
-        config = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+        config = _anchored(config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})}))
         temporary = self.path / f"{UNFINISHED}{self.config_file.name}"
         dump_config(config, temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, self.config_file)
+
+    def write_template(self, template: str | None) -> None:
+        """Write the chat template that the run uses, for whoever opens it; None: there is none.
+
+        Args:
+            template: its Jinja source.
+        """
+        if template is None:
+            self.template_file.unlink(missing_ok=True)
+        else:
+            replace_file(self.template_file, template.encode())
 
     def _in_use(self, process: str) -> RunFolderError:
         return RunFolderError(
@@ -251,6 +268,17 @@ class RunFolder:
             with suppress(OSError):
                 self._lock_file.unlink()
                 self.path.rmdir()
+
+
+def _anchored(config: TrainConfig) -> TrainConfig:
+    """The config of a run with a checkpoint's whole path, where that is here.
+
+    Args:
+        config: of a run.
+    """
+    if not isinstance(config.model, PretrainedConfig):
+        return config
+    return config.model_copy(update={"model": config.model.anchored()})
 
 
 def _flatten(config: TrainConfig) -> dict[str, Any]:

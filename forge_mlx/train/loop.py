@@ -92,10 +92,10 @@ def _train_in_folder(trainer: Trainer, changed: list[str], stop: StopSignals, lo
             # A start that was killed may have left one too many.
             remove_old(folder.checkpoints, trainer.saved_step, trainer.config.train.keep_checkpoints)
         with MetricsLog(folder.metrics_file, notify=log) as metrics:
-            metrics.truncate_after(trainer.step)
+            # A start that ended before its first checkpoint left samples, perhaps of another config.
+            metrics.truncate_after(trainer.step, without="sample" if trainer.saved_step is None else None)
             folder.write_config(trainer.config)
-            if trainer.work.source is None:
-                trainer.tokenizer.save(folder.tokenizer_file)
+            _write_for_later(trainer)
             metrics.log("setup", trainer.step, time=trainer.seconds, **setup_facts(trainer))
             for notice in notices:
                 metrics.log("event", trainer.step, time=trainer.seconds, message=notice)
@@ -104,6 +104,17 @@ def _train_in_folder(trainer: Trainer, changed: list[str], stop: StopSignals, lo
         raise TrainingStopped(f"the run's files could not be written: {error}. {_what_is_kept(trainer)}") from error
     finally:
         _write_pictures(folder.path, log)
+
+
+def _write_for_later(trainer: Trainer) -> None:
+    """What opening the run, or going on with it, needs beside a checkpoint."""
+    work, folder = trainer.work, trainer.folder
+    if work.source is None:
+        work.tokenizer.save(folder.tokenizer_file)
+    else:
+        folder.write_template(work.source.tokenizer.chat_template)
+    if work.reference is not None:
+        work.reference.save(folder.reference_file)
 
 
 def _train_and_finish(trainer: Trainer, metrics: MetricsLog, stop: StopSignals, log: Log) -> Outcome:

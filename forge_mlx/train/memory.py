@@ -75,6 +75,7 @@ def estimate_memory(
     packing: Packing = "concat",
     frozen: int = 0,
     checkpoint_blocks: bool = False,
+    trains_head: bool = True,
 ) -> MemoryEstimate:
     """Estimate the peak of one training step.
 
@@ -94,6 +95,7 @@ def estimate_memory(
         packing: how documents become rows.
         frozen: bytes of the weights that are not trained.
         checkpoint_blocks: whether the backward pass computes each block anew, and only one is whole at a time.
+        trains_head: whether the head's weight is trained, or what it is made of.
     """
     size = DTYPES[dtype].size
     tokens = batch_size * seq_len
@@ -119,8 +121,8 @@ def estimate_memory(
     activations = tokens * (per_token * size + 4 * _router_floats(model)) + blocks
     vocabulary = model.vocab_size or 1
     # The gradient of a head that is trained, summed over the chunks.
-    head_gradient = 0 if frozen else 2 * model.hidden_size
-    chunk = chunk_rows(tokens, 4 * vocabulary, device, adds_weight=not frozen)
+    head_gradient = 2 * model.hidden_size if trains_head else 0
+    chunk = chunk_rows(tokens, 4 * vocabulary, device, adds_weight=trains_head)
     moments = 2 if optim.name == "adamw" else 1
     return MemoryEstimate(
         weights=2 * 4 * parameters,

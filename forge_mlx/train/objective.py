@@ -5,6 +5,7 @@ from typing import Protocol, TypeAlias
 
 from forge_mlx.data.batch import Batch
 from forge_mlx.kernels.linear_cross_entropy import linear_cross_entropy
+from forge_mlx.models.moe import MoE
 from forge_mlx.nn.log_probs import HasHead
 from forge_mlx.nn.losses import cross_entropy
 import mlx.core as mx
@@ -46,6 +47,16 @@ def document_arguments(segment_ids: mx.array | None, positions: mx.array | None)
     return {} if segment_ids is None else {"segment_ids": segment_ids, "positions": positions}
 
 
+def padding_arguments(
+    model: nn.Module, segment_ids: mx.array | None, positions: mx.array | None
+) -> dict[str, mx.array | None]:
+    """What a model is given of rows that hold one text and padding behind it, which no token of the text sees.
+
+    Routers alone must know which is which, as they count tokens; for other models attention is simpler without.
+    """
+    return document_arguments(segment_ids, positions) if isinstance(model, MoE) else {}
+
+
 def summed_loss(
     model: nn.Module,
     inputs: mx.array,
@@ -80,16 +91,24 @@ def summed_loss(
 
 
 class NextToken:
-    """The cross entropy of each target that counts."""
+    """The cross entropy of each target that counts.
+
+    Args:
+        segments: whether the model is given the segment ids and positions of a batch. A row that is one text with
+            padding behind it needs none: causal order hides the padding, and plain attention is faster.
+    """
 
     unit = "token"
 
+    def __init__(self, *, segments: bool = True) -> None:
+        self._segments = segments
+
     def __call__(self, model: nn.Module, arrays: Arrays) -> tuple[mx.array, Measures]:
         """The summed loss of a batch; nothing beside it."""
-        inputs, targets, *others = arrays
+        inputs, targets, weights, *documents = arrays
         assert inputs is not None
         assert targets is not None
-        return summed_loss(model, inputs, targets, *others[:3]), {}
+        return summed_loss(model, inputs, targets, weights, *(documents[:2] if self._segments else ())), {}
 
     def count(self, batch: Batch) -> int:
         """The targets that count."""

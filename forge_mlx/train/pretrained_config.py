@@ -1,5 +1,7 @@
 """The `model:` section of a run that goes on from an existing checkpoint."""
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 from forge_mlx._config import Section
@@ -59,3 +61,9 @@ class PretrainedConfig(Section):
         None,
         description="Quantise the base before training; needs adapter. null: as the checkpoint is, whose codes stay.",
     )
+
+    def anchored(self) -> "PretrainedConfig":
+        """The same with the whole path of what is here, which then is found from any folder; else itself."""
+        path = Path(self.path).expanduser()
+        # Not resolved: a file of the hub's cache is a link to one without its ending.
+        return self.model_copy(update={"path": os.path.abspath(path)}) if path.exists() else self

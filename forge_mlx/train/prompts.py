@@ -1,12 +1,13 @@
 """What the samples of a run continue."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
 from forge_mlx.data.batch import Batch
 from forge_mlx.data.chat import render_prompt
 from forge_mlx.data.hub_tokenizer import HubTokenizer
+from forge_mlx.data.prepare_examples import PreparedExamples
 from forge_mlx.data.stream import Rows
 from forge_mlx.data.text_tokenizer import TextTokenizer
 from forge_mlx.models.decoder_config import DecoderConfig
@@ -18,8 +19,9 @@ import numpy as np
 _DOCUMENTS_TO_LEARN_STARTS = 100
 _BORROWED_TOKENS = 16
 
-# How many examples of the validation set show what a model answers.
+# How many examples of the validation set show what a model answers, and how much of one that asks nothing is given.
 _EXAMPLES = 3
+_GIVEN_TOKENS = 64
 
 
 class Prompt(NamedTuple):
@@ -73,23 +75,24 @@ def corpus_prompt(
     return Prompt(tokens, tokenizer.decode(tokens))
 
 
-def example_prompts(config: TrainConfig, shape: DecoderConfig, tokenizer: HubTokenizer, valid: Rows) -> list[Prompt]:
-    """The prompts of a run on examples: the config's, asked as a user does, else what the first few held out ask.
+def example_prompts(config: TrainConfig, shape: DecoderConfig, examples: PreparedExamples) -> list[Prompt]:
+    """The prompts of a run on examples: the config's, asked as they ask, else what the first few held out ask.
+
+    No two have one text, by which the report finds the answers to each.
 
     Args:
         config: of the run; its data have a format.
         shape: the model's.
-        tokenizer: the model's.
-        valid: the validation examples.
+        examples: with the tokenizer.
 
     Raises:
         ValueError: the config's leaves no room for a sample, or the chat template cannot render it.
     """
-    asked = config.train.sample_prompt
+    asked, tokenizer, valid = config.train.sample_prompt, examples.tokenizer, examples.valid
     if not asked:
         rows = (valid.batch(np.array([row])) for row in range(valid.num_rows))
-        return list(islice((prompt for row in rows for prompt in _prompts_of(row, tokenizer)), _EXAMPLES))
-    if config.asks_in_chat:
+        return list(islice(_distinct(prompt for row in rows for prompt in _prompts_of(row, tokenizer)), _EXAMPLES))
+    if examples.in_chat:
         tokens = render_prompt(tokenizer, [{"role": "user", "content": asked}])
     else:
         tokens = [*tokenizer.begin_ids, *tokenizer.encode(asked)]
@@ -101,8 +104,16 @@ def example_prompts(config: TrainConfig, shape: DecoderConfig, tokenizer: HubTok
     return [Prompt(tokens, tokenizer.decode(tokens))]
 
 
+def _distinct(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+    seen = set[str]()
+    for prompt in prompts:
+        if prompt.text not in seen:
+            seen.add(prompt.text)
+            yield prompt
+
+
 def _prompts_of(row: Batch, tokenizer: HubTokenizer) -> Iterator[Prompt]:
-    """What each example of a row asks, and the answer that follows there."""
+    """What each example of a row asks, and the answer that follows there; of one that is all learnt its first half."""
     assert row.weights is not None
     segments = np.zeros_like(row.inputs) if row.segment_ids is None else row.segment_ids
     for segment in range(int(segments.max()) + 1):
@@ -112,6 +123,8 @@ def _prompts_of(row: Batch, tokenizer: HubTokenizer) -> Iterator[Prompt]:
             continue
         first = int(counts.argmax())
         end = first + int(np.append(~counts[first:], True).argmax())
+        if first < max(1, len(tokenizer.begin_ids)):
+            first = max(first, min((end + 1) // 2, _GIVEN_TOKENS) - 1)
         tokens = row.inputs[0, places[: first + 1]].tolist()
         expected = row.targets[0, places[first:end]].tolist()
         yield Prompt(tokens, tokenizer.decode(tokens), tokenizer.decode(expected))

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 from forge_mlx.data.batch import Batch
-from forge_mlx.data.preference_rows import PreferenceRows
 from forge_mlx.data.stream import BatchStream, eval_batches
 from forge_mlx.models.moe import MoE
 from forge_mlx.models.qat import fake_quant_enabled, set_fake_quant
@@ -29,7 +28,7 @@ from forge_mlx.train.kept_weights import kept_weights, put_back
 from forge_mlx.train.nonfinite import describe_nonfinite, nonfinite_arrays
 from forge_mlx.train.objective import NextToken, Objective
 from forge_mlx.train.outcome import NonFiniteLoss, TrainingStopped
-from forge_mlx.train.preference import PairPreference, with_reference
+from forge_mlx.train.preference import PairPreference
 from forge_mlx.train.prompts import Prompt
 from forge_mlx.train.step import TrainStep, make_evaluator
 from forge_mlx.train.window import Window
@@ -104,6 +103,12 @@ class Trainer:
                 "the training text or its tokenizer is not that of this run: a file was edited, added or removed "
                 "since. Bring the old text back."
             )
+        if state.base is not None and state.base != self.work.base:
+            assert self.work.source is not None
+            raise ValueError(
+                f"the weights of {self.work.source.folder} are not those that this run began from: the files were "
+                "replaced since. Bring the old ones back."
+            )
         self.stream.load_state_dict(state.data)
         put_back(self.config, self.model, checkpoint.weights)
         self.step_function.optimizer.load_flat_state(checkpoint.optimizer)
@@ -127,13 +132,26 @@ class Trainer:
                 f"step {self.step}: the update left {bad[0]} with values that are not finite; "
                 "no checkpoint was made of them."
             )
-        state = RunState(self.step, self.tokens, self.seconds, self.stream.state_dict(), asdict(self.window))
+        state = RunState(
+            self.step, self.tokens, self.seconds, self.stream.state_dict(), asdict(self.window), self.work.base
+        )
         try:
             path = save_checkpoint(self.folder.checkpoints, weights, moments, state, self.config.train.keep_checkpoints)
         except (OSError, RuntimeError) as error:
             raise TrainingStopped(f"step {self.step}: the checkpoint could not be written: {error}.") from error
         self.saved_step = self.step
         return path
+
+    @property
+    def separates_texts(self) -> bool:
+        """Whether rows hold several texts of which none sees another."""
+        return any(rows.packing in ("documents", "examples") for rows in (self.rows, self.valid_rows))
+
+    def _objective(self) -> Objective:
+        if self.config.trains_pairs:
+            return PairPreference(self.config.preference)
+        # Routers must not count padding, which only segment ids tell.
+        return NextToken(segments=self.separates_texts or isinstance(self.model, MoE))
 
     def train_step(self) -> tuple[float, float]:
         """One update. Returns the gradient norm before clipping and AdamW's learning rate.
@@ -220,7 +238,13 @@ class Trainer:
         self.model.eval()
         try:
             tokens = generate_tokens(
-                self.model, prompt.tokens, sampler, most, stop=self.tokenizer.stop_ids, seed=self.config.run.seed
+                self.model,
+                prompt.tokens,
+                sampler,
+                most,
+                stop=self.tokenizer.stop_ids,
+                vocab_size=self.tokenizer.vocab_size,
+                seed=self.config.run.seed,
             )
             return self.tokenizer.decode(list(tokens))
         finally:
@@ -229,6 +253,7 @@ class Trainer:
     def deployed_evaluation(self) -> dict[str, Any] | None:
         """The loss of the model as it is deployed, its weights held as codes, beside that of the model in training.
 
+        Of pairs too it is that of their tokens: what is compared is what both models say, not whom they agree with.
         Over one batch: MLX's quantised products are slow on a CPU, and what is compared is the same model twice.
 
         Returns:
@@ -239,7 +264,8 @@ class Trainer:
         loop = self.config.train
         batch = next(iter(eval_batches(self.valid_rows, loop.batch_size, loop.batch_size * loop.seq_len)))
         tokens = batch.counted_targets().size
-        trained = float(self.evaluate_batch(self.model.trainable_parameters(), batch)[0])
+        evaluate = make_evaluator(self.model, self.placement.dtype, NextToken())
+        trained = float(evaluate(self.model.trainable_parameters(), batch)[0])
         deployed = summed_logits_loss(deployed_model(self.config, self.model, self.placement.dtype), batch)
         return {"loss": deployed / tokens, "trained_loss": trained / tokens, "tokens": tokens}
 
@@ -257,19 +283,6 @@ class Trainer:
             install_folder(temporary, self.folder.final)
         except (OSError, RuntimeError) as error:
             raise TrainingStopped(f"the final model could not be written: {error}.") from error
-
-    def _objective(self) -> Objective:
-        """What is minimised; pairs get the log-probabilities of the model as it is now, the reference."""
-        if not self.config.trains_pairs:
-            return NextToken()
-        objective = PairPreference(self.config.preference)
-        if objective.needs_reference:
-            dtype, size = self.placement.dtype, self.config.train.batch_size
-            assert isinstance(self.rows, PreferenceRows)
-            assert isinstance(self.valid_rows, PreferenceRows)
-            self.rows = with_reference(self.rows, self.model, dtype, size)
-            self.valid_rows = with_reference(self.valid_rows, self.model, dtype, size)
-        return objective
 
     def _num_bytes(self, batch: Batch) -> int:
         """UTF-8 bytes of the targets that count."""

@@ -6,22 +6,27 @@ from dataclasses import dataclass
 from forge_mlx.data.config import DataConfig
 from forge_mlx.data.example_config import ExampleConfig
 from forge_mlx.data.hub_tokenizer import HubTokenizer
+from forge_mlx.data.preference_rows import PreferenceRows
 from forge_mlx.data.prepare import DataFacts, PreparedData, prepare
 from forge_mlx.data.prepare_examples import ExampleFacts, prepare_examples
 from forge_mlx.data.stream import Rows, TrainingRows, training_rows, validation_rows
 from forge_mlx.data.text_tokenizer import TextTokenizer
-from forge_mlx.hub.pretrained import Pretrained, load_pretrained
+from forge_mlx.hub.fingerprint import weights_fingerprint
+from forge_mlx.hub.pretrained import Pretrained, load_pretrained, read_shape
 from forge_mlx.models.adapters import add_adapters
 from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.dequantize import dequantize_layers
 from forge_mlx.models.gpt import GPT
 from forge_mlx.models.qat import convert_qat, prepare_qat, set_fake_quant
 from forge_mlx.models.registry import build_model
-from forge_mlx.nn.adapted_base import holds_codes
+from forge_mlx.nn.coded import holds_codes
 from forge_mlx.train.config import TrainConfig, shape_problems
 from forge_mlx.train.device import Placement
+from forge_mlx.train.folder import RunFolder
+from forge_mlx.train.preference import PairPreference
 from forge_mlx.train.pretrained_config import PretrainedConfig
 from forge_mlx.train.prompts import Prompt, corpus_prompt, example_prompts
+from forge_mlx.train.reference import Reference, find_reference
 import mlx.core as mx
 
 Log = Callable[[str], None]
@@ -40,6 +45,8 @@ class Work:
         facts: counts of both.
         prompts: what samples continue.
         source: the checkpoint that training goes on from; None: a new model.
+        base: fingerprint of its weights.
+        reference: what the loss of pairs compares with; None: nothing.
     """
 
     config: TrainConfig
@@ -50,6 +57,8 @@ class Work:
     facts: DataFacts | ExampleFacts
     prompts: list[Prompt]
     source: Pretrained | None = None
+    base: str | None = None
+    reference: Reference | None = None
 
 
 def begin_work(config: TrainConfig, placement: Placement, log: Log) -> Work:
@@ -66,7 +75,7 @@ def begin_work(config: TrainConfig, placement: Placement, log: Log) -> Work:
         OSError: the cache's folder cannot be written.
     """
     if isinstance(config.model, PretrainedConfig):
-        return _continued(config, config.model, placement, log)
+        return _continued(config, placement, log)
     assert isinstance(config.data, DataConfig)
     data = prepare(config.data, log=log)
     config = config.with_vocab_size(data.tokenizer.vocab_size)
@@ -81,26 +90,55 @@ def begin_work(config: TrainConfig, placement: Placement, log: Log) -> Work:
     return Work(config, model, data.tokenizer, rows, valid, data.facts, [prompt])
 
 
-def _continued(config: TrainConfig, base: PretrainedConfig, placement: Placement, log: Log) -> Work:
+def _continued(config: TrainConfig, placement: Placement, log: Log) -> Work:
     """The work of a run that goes on from a checkpoint."""
-    dtype = trained_dtype(config, placement)
-    source = load_pretrained(base.path, dtype=dtype, revision=base.revision, log=log)
+    source = load_base(config, placement, log)
     model, tokenizer, shape = source.model, source.tokenizer, source.model.config
-    if problems := shape_problems(config, shape):
-        raise ValueError("; ".join(problems) + ".")
+    base = weights_fingerprint(source.folder)
+    rows: TrainingRows
+    valid: Rows
+    facts: DataFacts | ExampleFacts
     if isinstance(config.data, ExampleConfig):
         examples = prepare_examples(config.data, tokenizer, seq_len=config.train.seq_len, log=log)
         _require_embeddings(examples.tokenizer, shape, examples.train, examples.valid)
         source = source._replace(tokenizer=examples.tokenizer)
-        prompts = example_prompts(config, shape, examples.tokenizer, examples.valid)
-        work = Work(config, model, examples.tokenizer, examples.train, examples.valid, examples.facts, prompts, source)
+        prompts = example_prompts(config, shape, examples)
+        rows, valid, facts, tokenizer = examples.train, examples.valid, examples.facts, examples.tokenizer
     else:
         data = prepare(config.data, log=log, tokenizer=tokenizer)
         rows, valid = _corpus_rows(config, data)
-        prompt = corpus_prompt(config, shape, tokenizer, valid, data.facts.train_documents)
-        work = Work(config, model, tokenizer, rows, valid, data.facts, [prompt], source)
-    make_trainable(config, model, dtype)
-    return work
+        prompts = [corpus_prompt(config, shape, tokenizer, valid, data.facts.train_documents)]
+        facts = data.facts
+    make_trainable(config, model)
+    reference = None
+    if isinstance(rows, PreferenceRows) and PairPreference(config.preference).needs_reference:
+        assert isinstance(valid, PreferenceRows)
+        splits, file = {"train": rows, "valid": valid}, RunFolder(config.run.dir).reference_file
+        reference = find_reference(config, placement, model, splits, base, file, log)
+        rows, valid = rows.with_reference(*reference.train.T), valid.with_reference(*reference.valid.T)
+    return Work(config, model, tokenizer, rows, valid, facts, prompts, source, base, reference)
+
+
+def load_base(config: TrainConfig, placement: Placement, log: Log) -> Pretrained:
+    """The checkpoint that a run goes on from, made floats or quantised as its section says.
+
+    Args:
+        config: of the run; its model is one that exists.
+        placement: device and dtype.
+        log: takes a line for people.
+
+    Raises:
+        ValueError: it cannot be read, or does not fit the config, which is known before its weights are read.
+    """
+    base, dtype = config.model, _trained_dtype(config, placement)
+    assert isinstance(base, PretrainedConfig)
+    # What of the file is not used, loading it says.
+    shape = read_shape(base.path, revision=base.revision, log=lambda _: None)
+    if problems := shape_problems(config, shape):
+        raise ValueError("; ".join(problems) + ".")
+    source = load_pretrained(base.path, dtype=dtype, revision=base.revision, log=log)
+    _prepare_base(base, source.model, dtype)
+    return source
 
 
 def _require_embeddings(tokenizer: HubTokenizer, shape: DecoderConfig, *splits: Rows) -> None:
@@ -113,7 +151,7 @@ def _require_embeddings(tokenizer: HubTokenizer, shape: DecoderConfig, *splits: 
         )
 
 
-def trained_dtype(config: TrainConfig, placement: Placement) -> mx.Dtype:
+def _trained_dtype(config: TrainConfig, placement: Placement) -> mx.Dtype:
     """The dtype that a checkpoint's floats are loaded in: what is frozen is in that of the forward pass, else float32.
 
     Args:
@@ -130,22 +168,20 @@ def _corpus_rows(config: TrainConfig, data: PreparedData) -> tuple[TrainingRows,
     return training_rows(data.train, size, packing), validation_rows(data.valid, size, packing)
 
 
-def make_trainable(config: TrainConfig, model: GPT, dtype: mx.Dtype) -> None:
-    """Turn a loaded model into what the config trains: made floats or quantised, adapted, prepared.
+def make_trainable(config: TrainConfig, model: GPT) -> None:
+    """Turn a base into what the config trains: adapted, prepared.
 
     Args:
         config: of the run.
-        model: as it was loaded; changed in place.
-        dtype: of its floats.
+        model: from `load_base`; changed in place.
 
     Raises:
         ValueError: all is to be trained and the model holds codes, or a section does not fit the model.
     """
     assert isinstance(config.model, PretrainedConfig)
-    prepare_base(config.model, model, dtype)
     if config.adapter is not None:
         add_adapters(model, config.adapter, seed=config.run.seed, qat=config.qat)
-    elif coded := coded_layers(model):
+    elif coded := _coded_layers(model):
         raise ValueError(
             f"model.path must be a checkpoint of floats without adapter, but {coded[0]} and {len(coded) - 1} other "
             f"layers of {config.model.path} are quantised: codes cannot be trained. Add a section adapter, or set "
@@ -159,7 +195,7 @@ def make_trainable(config: TrainConfig, model: GPT, dtype: mx.Dtype) -> None:
     model.train()
 
 
-def prepare_base(base: PretrainedConfig, model: GPT, dtype: mx.Dtype) -> None:
+def _prepare_base(base: PretrainedConfig, model: GPT, dtype: mx.Dtype) -> None:
     """Make floats of a loaded model's codes or codes of its floats, as its section says.
 
     Args:
@@ -170,7 +206,7 @@ def prepare_base(base: PretrainedConfig, model: GPT, dtype: mx.Dtype) -> None:
     Raises:
         ValueError: there are no codes to make floats of, or the model is quantised already.
     """
-    coded = coded_layers(model)
+    coded = _coded_layers(model)
     if base.dequantize and not coded:
         raise ValueError(f"model.dequantize must be false with {base.path}, which is not quantised. Remove it.")
     if base.dequantize:
@@ -184,7 +220,7 @@ def prepare_base(base: PretrainedConfig, model: GPT, dtype: mx.Dtype) -> None:
         convert_qat(prepare_qat(model, base.quantize.as_qat()))
 
 
-def coded_layers(model: GPT) -> list[str]:
+def _coded_layers(model: GPT) -> list[str]:
     """The names of the layers that hold codes.
 
     Args:

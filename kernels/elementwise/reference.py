@@ -141,16 +141,6 @@ def scaled_backward(x: mx.array, s: mx.array, dout: mx.array) -> Arrays:
     return scaled(dout, s, x.dtype), ds
 
 
-def add_bias_forward(x: mx.array, b: mx.array) -> mx.array:
-    """x + b.
-
-    Args:
-        x: `[B, M, C]`.
-        b: `[B, C]`.
-    """
-    return (wide(x) + wide(b)[:, None]).astype(mx.result_type(x, b))
-
-
 def column_sums(x: mx.array, dtype: mx.Dtype) -> mx.array:
     """The sum over rows.
 

@@ -15,7 +15,7 @@ CHUNK_BYTES: Final = {mx.cpu: 4 * 2**20, mx.gpu: 256 * 2**20}
 """By device, the bytes that the logits of a chunk take at most when nobody says how many rows it has."""
 CHUNK_ROWS: Final = 256
 """So many rows a chunk has then even if they take more: products of fewer rows spend their time on reading weight."""
-SMALL_CHUNK_BYTES: Final = {mx.cpu: 4 * 2**20, mx.gpu: 64 * 2**20}
+SMALL_CHUNK_BYTES: Final = {mx.cpu: 4 * 2**20, mx.gpu: 32 * 2**20}
 """CHUNK_BYTES where no chunk adds to a gradient of weight, which is the most that a small chunk costs."""
 SMALL_CHUNK_ROWS: Final = {mx.cpu: 64, mx.gpu: 256}
 """CHUNK_ROWS there, by device."""

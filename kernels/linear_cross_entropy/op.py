@@ -60,7 +60,7 @@ def linear_cross_entropy(
         reduction: "mean" divides by the number of kept targets, or by the sum of their weights, and is 0 when none is
             kept; "sum"; or "none" for `[...]`.
         chunk: Rows at once. None: as many as have 4 MiB of logits, on a GPU 256 MiB, but at least 256. Where the weight
-            has no gradient: 4 MiB but at least 64, on a GPU 64 MiB but at least 256.
+            has no gradient: 4 MiB but at least 64, on a GPU 32 MiB but at least 256.
         impl: "metal", "cuda", "emulator" or "reference"; None for the engine that `use_engine`, FORGE_MLX_ENGINE or
             the device decides.
 

@@ -106,9 +106,7 @@ def _normalise(engine: EngineName, eps: float, weighted: bool) -> Function:
 
     # Also where all rows share one w, each element of a mapped axis has a dw of its own.
     # The gradient is made of r, their sum.
-    return differentiable(
-        forward, backward, formula, saved=(1, 2), unread={0, 1}, vmap=_map, backward_vmap=map_batches
-    )
+    return differentiable(forward, backward, formula, saved=(1, 2), unread={0, 1}, vmap=_map, backward_vmap=map_batches)
 
 
 def _map(function: Function, inputs: Arrays, axes: Axes) -> tuple[Arrays, Axes]:

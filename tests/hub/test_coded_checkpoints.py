@@ -6,7 +6,7 @@ import json
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.pretrained import load_pretrained, save_pretrained
 from forge_mlx.nn import QuantizedEmbedding, QuantizedLinear
-from forge_mlx.nn.quantized import Coded
+from forge_mlx.nn.coded import Coded
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten

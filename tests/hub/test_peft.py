@@ -8,7 +8,7 @@ from forge_mlx.hub.adapter_files import load_adapters, save_adapters
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.peft import from_peft, to_peft
 from forge_mlx.hub.pretrained import load_pretrained
-from forge_mlx.models.adapters import AdapterConfig, add_adapters
+from forge_mlx.models.adapters import AdapterConfig, adapted_layers, add_adapters
 from forge_mlx.nn.parameters import named_arrays
 import mlx.core as mx
 from mlx.utils import tree_unflatten
@@ -72,10 +72,18 @@ CASES = {
     "rslora": ("qwen3", AdapterConfig(method="rslora", rank=3, alpha=5.0, targets=["q_proj", "down_proj"])),
     "table": ("llama", AdapterConfig(rank=2, targets=["embed_tokens", "lm_head", "v_proj"])),
     "gemma3": ("gemma3_text", AdapterConfig(rank=2)),
+    "tied table": ("llama, biases", AdapterConfig(rank=2, targets=["embed_tokens", "v_proj"])),
 }
 
 
-@pytest.mark.parametrize("case", ["dora", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "dora")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "dora",
+        "tied table",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in ("dora", "tied table")),
+    ],
+)
 def test_peft_computes_what_we_do_and_back_they_are_the_same(tmp_path, folders, case):
     family, config = CASES[case]
     base = folders(family)
@@ -91,6 +99,17 @@ def test_peft_computes_what_we_do_and_back_they_are_the_same(tmp_path, folders, 
     assert (read.method, read.rank, read.alpha) == (config.method, config.rank, pytest.approx(config.alpha))
 
 
+def of_peft_with(base, folder, **options):
+    """Logits of a model with random adapters of PEFT's own, which `folder` gets."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", init_lora_weights=False, **options)
+    model = peft.get_peft_model(model, config).eval()
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS)).logits.numpy()
+
+
 OF_PEFT = {
     "lora": {"target_modules": ["q_proj", "down_proj"]},
     "dora": {"target_modules": "all-linear", "use_dora": True},
@@ -103,13 +122,7 @@ OF_PEFT = {
 @pytest.mark.parametrize("case", OF_PEFT)
 def test_what_peft_wrote_computes_the_same_here(tmp_path, folders, case, call_main):
     base = folders("llama")
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config = peft.LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", init_lora_weights=False, **OF_PEFT[case])
-    model = peft.get_peft_model(model, config).eval()
-    with torch.no_grad():
-        expected = model(torch.tensor(TOKENS)).logits.numpy()
-    model.save_pretrained(tmp_path / "peft")
+    expected = of_peft_with(base, tmp_path / "peft", **OF_PEFT[case])
     status, out, _ = call_main(main, "from-peft", tmp_path / "peft", tmp_path / "ours")
     assert status == 0
     assert ("1 whole embedding table beside the adapters left out" in out) == (case == "table")
@@ -121,6 +134,35 @@ def test_what_peft_wrote_computes_the_same_here(tmp_path, folders, case, call_ma
     status, _, _ = call_main(main, "to-peft", tmp_path / "ours", tmp_path / "again")
     assert status == 0
     assert_alike(in_torch(base, tmp_path / "again"), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer:UserWarning")
+def test_an_embedding_s_adapter_that_a_tied_head_has_not_is_an_error(tmp_path, folders):
+    base = folders("llama, biases")
+    of_peft_with(base, tmp_path / "peft", target_modules=["embed_tokens", "q_proj"])
+    with pytest.raises(HubError, match=r"ensure_weight_tying must be true for an adapter of embed_tokens in .*, whose"):
+        from_peft(tmp_path / "peft", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+    file = tmp_path / "peft" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "somebody/elsewhere"}))
+    from_peft(tmp_path / "peft", tmp_path / "ours")
+    model = opened(base)
+    with pytest.raises(
+        HubError, match="is for the lookup alone, as PEFT trained it, so the head must be a matrix of it"
+    ):
+        load_adapters(tmp_path / "ours", model)
+    assert not adapted_layers(model)
+
+
+def test_an_embedding_s_adapter_that_peft_tied_computes_the_same_here(tmp_path, folders):
+    base = folders("llama, biases")
+    expected = of_peft_with(
+        base, tmp_path / "peft", target_modules=["embed_tokens", "q_proj"], ensure_weight_tying=True
+    )
+    from_peft(tmp_path / "peft", tmp_path / "ours")
+    ours = opened(base)
+    load_adapters(tmp_path / "ours", ours)
+    assert_alike(ours(mx.array(TOKENS)), expected)
 
 
 @pytest.mark.slow

@@ -208,3 +208,34 @@ def test_second_derivative_of_two_equal_gradients():
 
     for each in mx.grad(first, argnums=(0, 1))(x, y):
         assert_close(each, 6 * (x + y) * (a + b))
+
+
+def test_an_unread_input_is_not_kept_and_has_its_gradients():
+    def backward(x, c, dy):
+        return (3 * dy * c).astype(x.dtype), mx.zeros_like(c)
+
+    def function(unread):
+        return differentiable(
+            lambda x, c: (3 * x * c,),
+            lambda *given: backward(*given),
+            backward,
+            unread=unread,
+            vmap=map_elements,
+        )
+
+    def held(unread):
+        x, c = mx.ones((4096,)), mx.full((4096,), 2.0)
+        mx.eval(x, c)
+        before = mx.get_active_memory()
+        y, dx = mx.value_and_grad(lambda x: mx.sum(function(unread)(x + 1, c)[0]))(x)
+        mx.eval(y)
+        kept = mx.get_active_memory() - before
+        assert_close(dx, 6 * mx.ones((4096,)))
+        return kept
+
+    assert held(()) >= 4 * 4096 > held({0})
+    x, c = random((5,), 0), random((5,), 1)
+    square = mx.grad(lambda x: mx.sum(mx.square(function({0})(x, c)[0])))
+    assert_close(square(x), 18 * x * c * c)
+    assert_close(mx.vmap(square)(x[:, None] * mx.ones((5, 5))), 18 * x[:, None] * (c * c))
+    assert_close(mx.grad(lambda x: mx.sum(square(x)))(x), 18 * c * c)

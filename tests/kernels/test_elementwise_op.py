@@ -230,7 +230,7 @@ def lazy_kernels(monkeypatch):
 
     def add_bias(engine, x, b, dtype):
         assert (engine, b.shape) == ("metal", (x.shape[0], x.shape[2]))
-        return reference.add_bias_forward(x, b).astype(dtype)
+        return (reference.wide(x) + reference.wide(b)[:, None]).astype(dtype)
 
     def column_sums(engine, x, dtype):
         assert (engine, x.ndim) == ("metal", 3)

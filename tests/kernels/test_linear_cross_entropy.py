@@ -8,7 +8,13 @@ from forge_mlx.kernels.cross_entropy import op as cross_entropy_op
 from forge_mlx.kernels.cross_entropy.options import Options
 from forge_mlx.kernels.linear_cross_entropy import chunks, functions, reference
 from forge_mlx.kernels.linear_cross_entropy.cases import CASES, EVERY, LinearCrossEntropyCase
-from forge_mlx.kernels.linear_cross_entropy.chunks import CHUNK_BYTES, CHUNK_ROWS, chunk_rows
+from forge_mlx.kernels.linear_cross_entropy.chunks import (
+    CHUNK_BYTES,
+    CHUNK_ROWS,
+    SMALL_CHUNK_BYTES,
+    SMALL_CHUNK_ROWS,
+    chunk_rows,
+)
 from forge_mlx.metal import emulator
 import mlx.core as mx
 import numpy as np
@@ -212,7 +218,7 @@ BREAKS = {
     "logits without bias": ("_logits", lambda _setup, x, w, _bias: x @ w.T, "loss must be"),
     "a row twice and one not at all": (
         "_slices",
-        lambda *_: (slice(0, 4), slice(4, 8), slice(7, 8)),
+        lambda *_, **__: (slice(0, 4), slice(4, 8), slice(7, 8)),
         "must be",
     ),
     "bias's gradient of one chunk": ("_add_sum", lambda _total, dz: mx.sum(dz, axis=0), "dbias must be"),
@@ -232,12 +238,15 @@ def test_broken_chunks_are_found(fault, early, monkeypatch):
 @pytest.mark.parametrize("vocabulary", [1, 1000, 2048, 4096, 4097, 128256])
 @pytest.mark.parametrize("rows", [1, 255, 256, 257, 1000, 8192])
 @pytest.mark.parametrize("device", [mx.cpu, mx.gpu], ids=["cpu", "gpu"])
-def test_chunks_share_out_all_rows_and_keep_their_limit(rows, vocabulary, device):
-    chunk = chunk_rows(rows, 4 * vocabulary, device)
+@pytest.mark.parametrize("adds_weight", [True, False], ids=["dweight", "no-dweight"])
+def test_chunks_share_out_all_rows_and_keep_their_limit(rows, vocabulary, device, adds_weight):
+    chunk = chunk_rows(rows, 4 * vocabulary, device, adds_weight=adds_weight)
+    fewest = CHUNK_ROWS if adds_weight else SMALL_CHUNK_ROWS[device]
+    limit = (CHUNK_BYTES if adds_weight else SMALL_CHUNK_BYTES)[device]
     assert 1 <= chunk <= rows
-    assert chunk <= CHUNK_ROWS or chunk * 4 * vocabulary <= CHUNK_BYTES[device]
+    assert chunk <= fewest or chunk * 4 * vocabulary <= limit
     # As few chunks as the limit allows, and as even.
-    most = max(CHUNK_ROWS, CHUNK_BYTES[device] // (4 * vocabulary))
+    most = max(fewest, limit // (4 * vocabulary))
     count = -(-rows // chunk)
     assert count == -(-rows // most)
     assert chunk * count - rows < count

@@ -6,6 +6,7 @@ from functools import partial
 
 from forge_mlx.kernels.cross_entropy import cross_entropy
 from forge_mlx.kernels.linear_cross_entropy import gradients_in_forward, linear_cross_entropy
+from forge_mlx.kernels.linear_cross_entropy.chunks import CHUNK_ROWS
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
@@ -165,6 +166,22 @@ def test_peak_of_a_loss_alone_is_a_few_chunks(reduction):
     mx.eval(hidden, weight, targets)
     held, _ = peak(lambda: mx.eval(linear_cross_entropy(hidden, weight, targets, reduction=reduction, chunk=CHUNK)))
     assert held < 4 * ROWS * VOCABULARY / 2
+
+
+@pytest.mark.parametrize("early", ["none", "hidden"])
+def test_peak_of_a_frozen_head_is_under_that_of_a_trained_ones_chunk(early):
+    rows, vocabulary = CHUNK_ROWS, 16384
+    hidden, weight = mx.random.normal((rows, COLUMNS)), mx.random.normal((vocabulary, COLUMNS))
+    _, targets = batch(rows, vocabulary)
+
+    def loss(hidden):
+        with EARLY[early]():
+            return linear_cross_entropy(hidden, weight, targets)
+
+    mx.eval(hidden, weight, targets)
+    held, _ = peak(lambda: mx.eval(mx.value_and_grad(loss)(hidden)))
+    # Chunks of a quarter of the rows, of which up to ten arrays are there.
+    assert held < 3 * 4 * rows * vocabulary
 
 
 # Minutes: the size that the issue of this room names.

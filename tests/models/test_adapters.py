@@ -17,9 +17,9 @@ from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
 from forge_mlx.models.registry import build_model
 from forge_mlx.nn import Linear, QuantizedLinear, cross_entropy
 from forge_mlx.nn.adapted_base import float_weight
+from forge_mlx.nn.coded import Coded
 from forge_mlx.nn.parameters import named_arrays
 from forge_mlx.nn.qat_lora import FakeQuantAdapter
-from forge_mlx.nn.quantized import Coded
 from forge_mlx.optim import OptimConfig, build_optimizer
 from forge_mlx.train.step import TrainStep
 import mlx.core as mx
@@ -178,6 +178,44 @@ def test_what_does_not_go_together_is_an_error():
         merge_adapters(model, dtype=mx.float16)
     with pytest.raises(ValueError, match="replaced must be what merge_adapters gave"):
         unmerge_adapters(build(), {"layers.9.mlp": Linear(2, 2)})
+    replaced = merge_adapters(model)
+    unmerge_adapters(model, replaced)
+    with pytest.raises(ValueError, match=r"\[unmerge_adapters\] model must be merged but has adapters"):
+        unmerge_adapters(model, replaced)
+
+
+WRONG_PATTERNS = {
+    "a module that is none": {"modules": ["nope"]},
+    "a holder": {"modules": ["layers.0.mlp"]},
+    "a norm": {"modules": ["norm"]},
+    "an override that fits nothing": {"overrides": {"layers.0.self_attn.q_prj": None}},
+    "an override outside of modules": {"modules": ["*.q_proj"], "overrides": {"*.v_proj": None}},
+    "an override covered by another": {"overrides": {"layers.0.*": None, "layers.*": {"bits": 4}}},
+    "nothing left": {"overrides": {"*": None}},
+    "inputs of embeddings": {"modules": ["embed_tokens"], "activations": "int8"},
+}
+
+
+@pytest.mark.parametrize("settings", WRONG_PATTERNS.values(), ids=WRONG_PATTERNS)
+def test_patterns_of_qat_are_refused_alike_on_floats_and_on_codes(settings):
+    messages = []
+    for model in (build(UNTIED), coded(UNTIED)):
+        before = arrays_of(model.parameters())
+        with pytest.raises(ValueError, match=r"^\[") as error:
+            add_adapters(model, AdapterConfig(targets=ALL), seed=0, qat=QATConfig(**settings))
+        messages.append(str(error.value))
+        assert same(arrays_of(model.parameters()), before)
+    assert messages[1] == messages[0].replace("[prepare_qat]", "[add_adapters] qat:")
+
+
+def test_qat_on_codes_must_choose_an_adapted_layer():
+    with pytest.raises(ValueError, match=r"qat must choose a layer that gets an adapter.* chooses 1 that get none"):
+        add_adapters(coded(), AdapterConfig(), seed=0, qat=QATConfig(modules=["embed_tokens"]))
+    model = coded(UNTIED, overrides={"lm_head": None})
+    add_adapters(model, AdapterConfig(targets=ALL), seed=0, qat=QATConfig(overrides={"lm_head": None}))
+    layers = dict(adapted_layers(model))
+    assert not isinstance(layers.pop("lm_head"), FakeQuantAdapter)
+    assert all(isinstance(layer, FakeQuantAdapter) for layer in layers.values())
 
 
 @pytest.mark.parametrize(

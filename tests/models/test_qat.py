@@ -23,8 +23,8 @@ from forge_mlx.nn import (
     QuantizedLinear,
     cross_entropy,
 )
+from forge_mlx.nn.coded import Coded
 from forge_mlx.nn.fake_quant import FakeQuantized
-from forge_mlx.nn.quantized import Coded
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim

@@ -10,7 +10,8 @@ from forge_mlx.nn import (
     FakeQuantLinear,
     Linear,
 )
-from forge_mlx.nn.quantized import MLX_MODES, WeightFormat, coded_layer
+from forge_mlx.nn.quantized import coded_layer
+from forge_mlx.nn.weight_format import MLX_MODES, WeightFormat
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

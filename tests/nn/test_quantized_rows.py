@@ -2,7 +2,8 @@
 
 from forge_mlx.kernels.quantize import quantize
 from forge_mlx.kernels.quantize.options import Options
-from forge_mlx.nn.quantized import Packed, QuantizedEmbedding, QuantizedLinear, WeightFormat
+from forge_mlx.nn.quantized import QuantizedEmbedding, QuantizedExpertLinear, QuantizedLinear
+from forge_mlx.nn.weight_format import Packed, WeightFormat
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -95,3 +96,34 @@ def test_floats_are_not_kept_for_the_backward_pass():
     size = 256
     # What MLX computes ahead takes the room of some layers, however many there are.
     assert _peak(48, size) - _peak(24, size) < 8 * 4 * size * size
+
+
+EXPERTS = np.repeat(np.arange(3, dtype=np.int32), 16)
+
+
+def _expert_layer(dtype):
+    weight = mx.random.normal((3, 48, 64), key=mx.random.key(0)).astype(dtype)
+    codes = Packed(*quantize(weight, mode="affine", bits=4, group_size=32))
+    return QuantizedExpertLinear(codes, WeightFormat(FORMAT.options, dtype)), mx.dequantize(*codes, 32, 4)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_rows_of_experts_decide(dtype, monkeypatch):
+    layer, floats = _expert_layer(dtype)
+    floats = np.array(floats.astype(mx.float32)).astype(np.float64)
+    plain, seen = mx.gather_qmm, []
+    monkeypatch.setattr(mx, "gather_qmm", lambda *args, **options: seen.append(1) or plain(*args, **options))
+    for blocks, rows, quantized in ((48, 1, False), (47, 1, True), (6, 8, False), (5, 8, True)):
+        experts = EXPERTS[:: 48 // blocks][:blocks]
+        x = mx.random.normal((blocks, rows, 64), key=mx.random.key(rows)).astype(dtype)
+        got, (dx,) = mx.vjp(lambda x, experts=experts: layer(x, mx.array(experts)), [x], [mx.ones((blocks, rows, 48))])
+        wide = np.array(x.astype(mx.float32)).astype(np.float64)
+        tolerance = 1e-5 if dtype == mx.float32 else 2e-2
+        for found, want in (
+            (got[0], np.einsum("mrk,mok->mro", wide, floats[experts])),
+            (dx, np.broadcast_to(floats[experts].sum(axis=1)[:, None], wide.shape)),
+        ):
+            assert found.dtype == dtype
+            assert np.abs(np.array(found.astype(mx.float32)) - want).max() <= tolerance * np.abs(want).max()
+        assert bool(seen) == quantized
+        seen.clear()

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 from forge_mlx.train import device
@@ -23,7 +24,20 @@ def test_auto_on_a_gpu_is_bfloat16_and_says_why(monkeypatch):
     for wanted in ("auto", "gpu"):
         placement = placed(monkeypatch, gpu=True, device=wanted)
         assert (placement.device, placement.dtype) == (mx.Device(mx.gpu), mx.bfloat16)
-        assert placement.reason == "chosen for the GPU; weights and moments stay float32"
+        assert placement.reason == "chosen for the GPU; what is trained and its moments are float32"
+
+
+def test_graphs_on_an_nvidia_gpu_are_short_unless_somebody_says(monkeypatch):
+    name = "MLX_MAX_OPS_PER_BUFFER"
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv(name, "7")
+    placed(monkeypatch, gpu=True)
+    assert os.environ[name] == "7"
+    monkeypatch.delenv(name)
+    placed(monkeypatch, gpu=False)
+    assert name not in os.environ
+    placed(monkeypatch, gpu=True)
+    assert os.environ.pop(name) == "10"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

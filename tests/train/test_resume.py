@@ -25,13 +25,13 @@ _KILLS = {
     "in-an-accumulation": "forge_mlx.data.stream:BatchStream.__next__,8",
     "in-an-evaluation": f"{_TRAINER}.evaluate,2",
     "after-an-evaluation": f"{_TRAINER}.evaluate,2,after",
-    "in-a-sample": f"{_TRAINER}.sample,2",
+    "in-a-sample": f"{_TRAINER}.samples,2",
     "between-weights-and-moments": f"{_CHECKPOINT}:mx.save_safetensors,3,after",
     "before-a-checkpoint-has-its-name": f"{_CHECKPOINT}:install_folder,2",
     "before-an-old-checkpoint-goes": f"{_CHECKPOINT}:_remove,1",
     "after-the-last-step": f"{_TRAINER}.save,3,after",
     "in-the-last-evaluation": f"{_TRAINER}.evaluate,3",
-    "in-the-final-model": "forge_mlx.train.trainer:save_model,1,after",
+    "in-the-final-model": "forge_mlx.train.trainer:write_final,1,after",
     "before-the-final-model-has-its-name": "forge_mlx.train.trainer:install_folder,1",
     "after-the-final-model": f"{_TRAINER}.save_final,1,after",
     "between-the-last-two-records": "forge_mlx.train.loop:MetricsLog.log,11,after",
@@ -133,7 +133,7 @@ def test_signal_finishes_the_step_saves_and_says_how_to_go_on(
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("forge_mlx.train.loop:prepare,1,after", "stopped by SIGTERM before training began; nothing is lost"),
+        ("forge_mlx.train.work:prepare,1,after", "stopped by SIGTERM before training began; nothing is lost"),
         (
             "forge_mlx.train.trainer:Trainer.evaluate,3",
             "stopped at once by SIGTERM. The last good checkpoint is that of step 9; the same command goes on from "
@@ -170,7 +170,7 @@ def test_same_command_again_says_it_has_finished_and_trains_nothing(
     first = train(config, log=_ignore)
     before = tree(tmp_path / "run")
     monkeypatch.setattr(Trainer, "train_step", _fail)
-    monkeypatch.setattr("forge_mlx.train.loop.prepare", _fail)
+    monkeypatch.setattr("forge_mlx.train.work.prepare", _fail)
     lines: list[str] = []
     assert train(config, log=lines.append) == first
     assert "already finished" in lines[0]

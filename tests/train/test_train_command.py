@@ -10,7 +10,7 @@ import sys
 from forge_mlx._text import visible_controls
 from forge_mlx.train import __main__ as command_module
 from forge_mlx.train.__main__ import main
-from forge_mlx.train.config import TrainConfig
+from forge_mlx.train.config import of_kinds
 from forge_mlx.train.explain import all_keys
 from forge_mlx.train.loop import Interrupted, NonFiniteLoss
 import pytest
@@ -63,7 +63,7 @@ def test_a_run_ends_with_a_sample_the_result_and_what_to_do_next(finished):
 
 def test_the_key_that_it_advises_to_set_exists(finished):
     assert "set data.source " in finished[1].stdout
-    assert ("data", "source") in all_keys(TrainConfig)
+    assert ("data", "source") in all_keys(of_kinds("gpt", pretrained=False, examples=False))
 
 
 def test_the_same_command_again_says_that_it_is_done(finished, command):

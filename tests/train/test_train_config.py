@@ -54,7 +54,7 @@ def test_reads_values_and_fills_in_defaults():
     assert config.run.dir == Path("runs/x")
     assert (config.train.steps, config.optim.lr, config.model.num_layers) == (10, 1e-3, 2)
     assert (config.optim.name, config.optim.betas, config.train.accumulate) == ("adamw", (0.9, 0.95), 1)
-    assert config.tokens_per_step == 128
+    assert config.positions_per_step == 128
 
 
 def test_what_looks_like_a_date_is_text():

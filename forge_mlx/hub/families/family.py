@@ -31,6 +31,7 @@ SILU: Final = {"hidden_act": ("silu", "swish")}
 BIAS: Final[dict[str, tuple[Any, ...]]] = {"attention_bias": (False, True)}
 """What a config.json may say of biases of all projections of attention; our field has more to say."""
 
+_MOST_LAYERS: Final = 10_000
 _TRAINING_ONLY: Final = {
     *("dropout", "init_std", "zero_init_residual", "aux_loss_weight", "router_z_loss_weight", "bias_rate"),
 }
@@ -91,9 +92,12 @@ class Family:
         for key, name in self.fields.items():
             value = keys.take(key) if key in self.defaults else keys.require(key)
             given[name] = self.defaults.get(key) if value is None else value
+        _require_layers(given["num_layers"], where)
         for key, allowed in self.only.items():
             keys.only(key, *allowed)
         given |= self.read(keys)
+        for name, value in given.items():
+            keys.require_possible(name, value)
         try:
             # As a checkpoint says it: it may have 1 where a field is a float.
             config = self.config_type.model_validate(given)
@@ -133,6 +137,12 @@ class Family:
             path = ".".join(map(str, each["loc"]))
             found.append(f"{keys.get(path, path)}: {each['msg'].removeprefix('Value error, ').rstrip('.')}")
         return "; ".join(problem.removeprefix(": ") for problem in found)
+
+
+def _require_layers(value: Any, where: str) -> None:
+    """Raise for more layers than any model has: some fields name each of them."""
+    if isinstance(value, int) and value > _MOST_LAYERS:
+        raise HubError(f"{where}: the number of layers must be at most {_MOST_LAYERS} but got {value}.")
 
 
 def different_fields(config: DecoderConfig, other: DecoderConfig) -> list[str]:

@@ -12,7 +12,6 @@ FIELDS: Final = {
     **HEADS,
     "intermediate_size": "intermediate_size",
     "attention_bias": "attention_bias",
-    "attn_logit_softcapping": "attention_softcap",
     "final_logit_softcapping": "logit_softcap",
 }
 """Keys -> fields."""

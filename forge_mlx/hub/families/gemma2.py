@@ -24,7 +24,7 @@ GEMMA2: Final = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     config_type=GPTConfig,
-    fields=FIELDS,
+    fields={**FIELDS, "attn_logit_softcapping": "attention_softcap"},
     layout=Layout(NORMS),
     defaults={
         **{"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6},

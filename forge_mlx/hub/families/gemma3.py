@@ -15,6 +15,8 @@ from forge_mlx.models.gpt import GPTConfig
 
 
 def _read(keys: Keys) -> dict[str, Any]:
+    # transformers 5 and mlx-lm have the key, or leave it out, but cap no scores.
+    keys.without_effect("attn_logit_softcapping")
     # transformers 5 writes the first, and a copy with an underscore.
     pattern = keys.count("_sliding_window_pattern", 6)
     pattern = keys.count("sliding_window_pattern", pattern)
@@ -57,12 +59,12 @@ GEMMA3: Final = Family(
         **{"vocab_size": 262208, "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8},
         **{"num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216, "max_position_embeddings": 131072},
         **{"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "initializer_range": 0.02, "attention_bias": False},
-        **{"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        "final_logit_softcapping": None,
     },
     implied={**IMPLIED, "qk_norm": True},
     only=ONLY,
     constants=CONSTANTS,
     read=_read,
     write=_write,
-    ignored_by_mlx_lm=("attention_softcap", "logit_softcap"),
+    ignored_by_mlx_lm=("logit_softcap",),
 )

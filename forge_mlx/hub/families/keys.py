@@ -5,6 +5,9 @@ from typing import Any, Final
 
 from forge_mlx.hub.errors import HubError
 
+LARGEST: Final = 2**31 - 1
+"""The largest integer that a key may have."""
+
 # What no family computes with: where a model comes from, how its files are stored, how it is trained and sampled.
 _ALWAYS_IRRELEVANT: Final = frozenset(
     {
@@ -75,7 +78,10 @@ class Keys:
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise HubError(f"{self.where}: {key} must be a number but got {value!r}.")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise HubError(f"{self.where}: {key} must be a number of a model but is too large for one.") from None
 
     def count(self, key: str, default: int | None = None) -> int:
         """An integer of 0 or more; the default where it is left out or null.
@@ -92,7 +98,30 @@ class Keys:
             return default
         if type(value) is not int or value < 0:
             raise HubError(f"{self.where}: {key} must be an integer of 0 or more but got {value!r}.")
+        self.require_possible(key, value)
         return value
+
+    def require_possible(self, key: str, value: Any) -> None:
+        """Raise for an integer that no model has, before anything is computed with it.
+
+        Args:
+            key: The key that it is of.
+            value: Anything.
+
+        Raises:
+            HubError: It is larger than what MLX has axes of.
+        """
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise HubError(f"{self.where}: {key} must be at most {LARGEST} but has {len(str(value))} digits.")
+
+    def without_effect(self, key: str) -> None:
+        """A key that nothing is computed with, whatever it says: it is among those that are `left` unless it is null.
+
+        Args:
+            key: The key.
+        """
+        if self._values.get(key) is None:
+            self._taken.add(key)
 
     def only(self, key: str, *allowed: Any) -> None:
         """Take a key that may have only some values; it may be left out, or null.

@@ -4,6 +4,7 @@ from typing import Any, Final
 
 from forge_mlx.hub.families.expert_layout import ExpertLayout
 from forge_mlx.hub.families.family import SILU, SIZES, Family
+from forge_mlx.hub.families.head_dim import read_head_dim, write_head_dim
 from forge_mlx.hub.families.keys import Keys
 from forge_mlx.hub.families.rope import read_rope, write_rope
 from forge_mlx.models.moe import MoEConfig
@@ -11,11 +12,11 @@ from forge_mlx.models.moe import MoEConfig
 
 def _read(keys: Keys) -> dict[str, Any]:
     keys.only("clip_qkv")
-    return read_rope(keys, 10000.0)
+    return {**read_rope(keys, 10000.0), **read_head_dim(keys)}
 
 
 def _write(config: MoEConfig) -> dict[str, Any]:
-    return {**write_rope(config), "router_aux_loss_coef": config.aux_loss_weight}
+    return {**write_rope(config), **write_head_dim(config), "router_aux_loss_coef": config.aux_loss_weight}
 
 
 OLMOE: Final = Family(

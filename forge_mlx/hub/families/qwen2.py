@@ -3,6 +3,7 @@
 from typing import Any, Final
 
 from forge_mlx.hub.families.family import SILU, SIZES, Family
+from forge_mlx.hub.families.head_dim import read_head_dim, write_head_dim
 from forge_mlx.hub.families.keys import Keys
 from forge_mlx.hub.families.rope import read_rope, write_rope
 from forge_mlx.hub.families.windows import read_switched_windows, write_switched_windows
@@ -10,11 +11,11 @@ from forge_mlx.models.gpt import GPTConfig
 
 
 def _read(keys: Keys) -> dict[str, Any]:
-    return {**read_rope(keys, 10000.0), **read_switched_windows(keys)}
+    return {**read_rope(keys, 10000.0), **read_switched_windows(keys), **read_head_dim(keys)}
 
 
 def _write(config: GPTConfig) -> dict[str, Any]:
-    return {**write_rope(config), **write_switched_windows(config)}
+    return {**write_rope(config), **write_switched_windows(config), **write_head_dim(config)}
 
 
 QWEN2: Final = Family(
@@ -31,5 +32,5 @@ QWEN2: Final = Family(
     constants={"hidden_act": "silu"},
     read=_read,
     write=_write,
-    ignored_by_mlx_lm=("sliding_window", "sliding_layers"),
+    ignored_by_mlx_lm=("head_dim", "sliding_window", "sliding_layers"),
 )

@@ -59,7 +59,7 @@ def describe(values: Mapping[str, Any], where: str) -> Described:
         HubError: It is of no family that is known, or says something that a model cannot compute.
     """
     model_type = values.get("model_type")
-    if model_type in _OF_TEXT_AND_IMAGES:
+    if isinstance(model_type, str) and model_type in _OF_TEXT_AND_IMAGES:
         text = values.get("text_config")
         if not isinstance(text, dict):
             raise HubError(f"{where}: text_config must be an object in a {model_type} but got {text!r}.")

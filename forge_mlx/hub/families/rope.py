@@ -6,6 +6,7 @@ from typing import Any, Final
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.families.keys import Keys
 from forge_mlx.models.decoder_config import DecoderConfig
+from forge_mlx.models.rope_scaling import RopeScaling
 
 _KINDS: Final = ("default", "linear", "llama3", "yarn")
 
@@ -70,8 +71,18 @@ def _scaling(config: DecoderConfig) -> dict[str, Any] | None:
     }
     if scaling.kind == "llama3":
         return said | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    said |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
-    return said if scaling.attention_factor is None else said | {"attention_factor": scaling.attention_factor}
+    return said | {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, **_attention_keys(scaling)}
+
+
+def _attention_keys(scaling: RopeScaling) -> dict[str, float]:
+    """YaRN's factor on attention, and the two numbers that mlx-lm, which does not read it, computes the same from."""
+    if scaling.attention_factor is None:
+        return {}
+    said = {"attention_factor": scaling.attention_factor}
+    growth = 0.1 * math.log(scaling.factor)
+    if not growth:
+        return said
+    return said | {"mscale": (scaling.attention_factor * (growth + 1) - 1) / growth, "mscale_all_dim": 1.0}
 
 
 def _rotation(keys: Keys, parameters: Keys | None, base: float) -> dict[str, Any]:
@@ -106,6 +117,7 @@ def _at_least_one(parameters: Keys) -> float:
 
 def _read_scaling(keys: Keys, parameters: Keys, kind: str) -> dict[str, Any]:
     length = parameters.take("original_max_position_embeddings")
+    parameters.require_possible("original_max_position_embeddings", length)
     fields: dict[str, Any] = {
         "kind": kind,
         "factor": _at_least_one(parameters),

@@ -1,0 +1,48 @@
+"""A hash of a checkpoint's weights, which tells one from another wherever its files lie."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+import hashlib
+import os
+from pathlib import Path
+from typing import Final
+
+from forge_mlx.hub.errors import HubError
+from forge_mlx.hub.safetensors_files import weight_files
+
+_PIECE: Final = 1 << 25
+
+
+def weights_fingerprint(path: Path) -> str:
+    """SHA-256 over the SHA-256 of each 32 MiB of the files of weights, 32 hexadecimal digits of it.
+
+    All of the content is read, on all cores: files of another model may be as long, and a copy of the same one newer.
+
+    Args:
+        path: A folder with safetensors, or a GGUF file.
+
+    Raises:
+        HubError: There are no weights, or they cannot be read.
+    """
+    files = [path] if path.is_file() else weight_files(path)[1]
+    whole = hashlib.sha256()
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for digest in pool.map(_digest, *zip(*_pieces(files), strict=True)):
+                whole.update(digest)
+    except OSError as error:
+        raise HubError(f"{path}: the weights cannot be read: {error.strerror or error}.") from None
+    return whole.hexdigest()[:32]
+
+
+def _pieces(files: list[Path]) -> Iterator[tuple[Path, int]]:
+    """Where each piece of each file begins; an empty file has one too."""
+    for file in files:
+        for start in range(0, max(1, file.stat().st_size), _PIECE):
+            yield file, start
+
+
+def _digest(file: Path, start: int) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(start)
+        return hashlib.sha256(opened.read(_PIECE)).digest()
