@@ -29,7 +29,7 @@ class Conversation:
         sampler: how a token is chosen.
         max_tokens: the most tokens of an answer.
         seed: of the choices of each answer.
-        warn: told in one line, once, when the conversation may become longer than the texts of training.
+        warn: told in one line, once, when the conversation is longer than the texts of training.
 
     Attributes:
         messages: what was said, as the template takes it; the system message included.
@@ -112,6 +112,7 @@ class Conversation:
             if piece := decoder.finish():
                 pieces.append(piece)
                 yield piece
+            self._warn_past_training(len(prompt) + tokens)
         finally:
             if ended or pieces:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
@@ -134,18 +135,22 @@ class Conversation:
         self._text = list(prompt)
         return prompt[kept:]
 
+    def _warn_past_training(self, length: int) -> None:
+        limit = self._model.config.max_seq_len
+        if length > limit and not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"warning: {length} tokens of conversation exceed the {limit} tokens that the model was trained on; "
+                "quality falls there"
+            )
+
     def _room(self, length: int) -> int:
         """The most tokens of an answer behind so many tokens of conversation."""
         limit, most = self._model.config.max_seq_len, self._max_tokens
         if length + most <= limit:
             return most
         if self._model.config.position != "learned":
-            if not self._has_warned:
-                self._warn(
-                    f"warning: {length} tokens of conversation and up to {most} of an answer may exceed the {limit} "
-                    "tokens that the model was trained on; quality falls there"
-                )
-            self._has_warned = True
+            self._warn_past_training(length)
             return most
         if length >= limit:
             raise ValueError(

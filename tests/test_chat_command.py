@@ -178,7 +178,21 @@ def test_other_positions_go_on_with_one_warning():
     for turn in TURNS:
         said(conversation, turn)
     (warning,) = warnings
-    assert warning.endswith("may exceed the 40 tokens that the model was trained on; quality falls there")
+    assert warning.endswith(
+        "tokens of conversation exceed the 40 tokens that the model was trained on; quality falls there"
+    )
+
+
+@pytest.mark.parametrize("past", [0, 1])
+def test_an_answer_that_could_have_been_too_long_is_no_warning(past):
+    model, tokenizer = tiny_model(max_seq_len=40), tiny_tokenizer()
+    warnings = []
+    room = 40 - len(render_prompt(tokenizer, [{"role": "user", "content": "hi"}]))
+    (letter,) = tokenizer.encode("g")
+    reciting = Reciting(model, [letter] * (room + past) + [tokenizer.end_id])
+    conversation = Conversation(reciting, tokenizer, GREEDY, max_tokens=100, warn=warnings.append)
+    assert said(conversation, "hi") == "g" * (room + past)
+    assert len(warnings) == past
 
 
 def test_a_system_message_that_the_template_refuses_changes_nothing():

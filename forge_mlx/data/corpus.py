@@ -125,7 +125,7 @@ class Corpus:
 
 
 def read_text(file: SourceFile) -> Iterator[str]:
-    r"""Stream a text file in parts of about a megabyte; `"\r\n"` and everything else stays as it is.
+    r"""Stream a text file in parts of about a megabyte; all but a byte order mark stays as it is, also `"\r\n"`.
 
     Parts end behind a run of newlines, unless a line is longer than 4 million characters.
 
@@ -133,7 +133,7 @@ def read_text(file: SourceFile) -> Iterator[str]:
         UnicodeDecodeError: the file is not UTF-8.
         ValueError: the file cannot be read.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")("strict")
+    decoder = codecs.getincrementaldecoder("utf-8-sig")("strict")
     rest = ""
     with file.open() as stream:
         while chunk := _read(stream, file):
@@ -167,6 +167,8 @@ def lines_of(file: SourceFile) -> Iterator[tuple[str, bytes]]:
         number = 0
         while line := _read(stream, file, line=True):
             number += 1
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 yield f"{file.name}:{number}", line
 

@@ -40,6 +40,7 @@ class EncodedFiles:
         items: those of the source, then those of valid_paths; in the order of the files.
         num_source: how many are the source's.
         spellings: how many have a spelling that the config does not name, by its name.
+        special_names: how many name a special token in what is said, by its name.
         empty_files: files without an example.
         has_plain_prompts: whether prompts and answers are one text, outside of a chat template.
     """
@@ -47,6 +48,7 @@ class EncodedFiles:
     items: list[Item]
     num_source: int
     spellings: dict[str, int]
+    special_names: dict[str, int]
     empty_files: list[str]
     has_plain_prompts: bool
 
@@ -66,6 +68,7 @@ def store(folder: Path, found: EncodedFiles) -> None:
             "where": [item.where for item in found.items],
             "num_source": found.num_source,
             "spellings": found.spellings,
+            "special_names": found.special_names,
             "empty_files": found.empty_files,
             "has_plain_prompts": found.has_plain_prompts,
         }
@@ -95,7 +98,12 @@ def _load(folder: Path) -> EncodedFiles:
             Item(where, tuple(texts[size * index : size * (index + 1)])) for index, where in enumerate(facts["where"])
         ]
         return EncodedFiles(
-            items, facts["num_source"], facts["spellings"], facts["empty_files"], facts["has_plain_prompts"]
+            items,
+            facts["num_source"],
+            facts["spellings"],
+            facts["special_names"],
+            facts["empty_files"],
+            facts["has_plain_prompts"],
         )
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise DamagedCacheError(str(error)) from error

@@ -60,9 +60,10 @@ class ExampleConfig(Section):
     )
     valid_fraction: float = Field(
         0.05,
-        gt=0,
+        ge=0,
         lt=1,
-        description="Share of the examples that is held out, evenly over their order. Unused with valid_paths.",
+        description="Share of the examples that is held out, evenly over their order, at least one. Unused with "
+        "valid_paths.",
     )
     max_examples: int | None = Field(
         None, ge=1, description="Read only so many examples of the source, its first ones; null: all of them."

@@ -6,6 +6,7 @@ import json
 from typing import Any, NamedTuple, TypeAlias
 
 from forge_mlx.data.example_config import ExampleConfig
+from forge_mlx.data.example_files import format_of
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -217,9 +218,20 @@ def _field(fields: dict[str, Any], setting: str, config: ExampleConfig) -> Any:
     name = getattr(config, setting)
     if name in fields:
         return fields[name]
-    near = difflib.get_close_matches(name, fields, 1)
-    way_out = f"Did you mean data.{setting}: {near[0]}?" if near else f"Name it with data.{setting}."
-    raise ValueError(f"an example must have the field {name!r} but has {_names(fields)}. {way_out}")
+    raise ValueError(
+        f"an example must have the field {name!r} but has {_names(fields)}. {_way_out(fields, setting, config)}"
+    )
+
+
+def _way_out(fields: dict[str, Any], setting: str, config: ExampleConfig) -> str:
+    if near := difflib.get_close_matches(getattr(config, setting), fields, 1):
+        return f"Did you mean data.{setting}: {near[0]}?"
+    told, by = format_of(fields)
+    if told == "choices":
+        return "Questions with choices are for forge_mlx.evaluate."
+    if told not in (None, config.format):
+        return f"Set data.format to {told}, whose fields are {' and '.join(map(repr, by))}."
+    return f"Name it with data.{setting}."
 
 
 def _names(fields: dict[str, Any]) -> str:

@@ -65,12 +65,16 @@ def told_format(file: SourceFile, own: Mapping[Format, set[str]] | None = None) 
     where, content = record
     if isinstance(content, ValueError):
         raise content
-    signs: list[tuple[Format | Literal["choices"], set[str]]] = list((own or {}).items())
-    signs += [(name, fields) for name, alternatives in _SIGNS.items() for fields in alternatives]
-    for name, fields in signs:
+    for name, fields in (own or {}).items():
         if fields <= content.keys():
             return Told(name, sorted(fields), list(content), where)
-    return Told(None, [], list(content), where)
+    return Told(*format_of(content), list(content), where)
+
+
+def format_of(content: Mapping[str, Any]) -> tuple[Format | Literal["choices"] | None, list[str]]:
+    """The format that the fields of an example tell, and those that tell it."""
+    signs = ((name, fields) for name, alternatives in _SIGNS.items() for fields in alternatives)
+    return next(((name, sorted(fields)) for name, fields in signs if fields <= content.keys()), (None, []))
 
 
 def suffixes_of(example_format: Format) -> tuple[str, ...]:

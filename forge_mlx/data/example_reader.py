@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 import hashlib
 import json
-import math
 from pathlib import Path
 import re
 import time
@@ -17,14 +16,14 @@ from forge_mlx.data.chat import Encoded, encode_chat, encode_prompt_completion, 
 from forge_mlx.data.chat_template import BUILT_IN_TEMPLATES
 from forge_mlx.data.example_cache import EncodedFiles, Item, load, store
 from forge_mlx.data.example_config import ExampleConfig
-from forge_mlx.data.example_fields import Completion, Example, Pair, read_example
+from forge_mlx.data.example_fields import Chat, Completion, Example, Pair, read_example
 from forge_mlx.data.example_files import Record, read_records, suffixes_of
 from forge_mlx.data.files import SourceFile
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.data.sources import file_states, list_files, require_unchanged, some_names
 
 # Changes when the same files and config would give other tokens or masks.
-_VERSION = 1
+_VERSION = 2
 # Seconds after which a person is told how far it is.
 _SILENCE = 10.0
 
@@ -101,11 +100,14 @@ def read_examples(
             )
     source, valid = found.items[: found.num_source], found.items[found.num_source :]
     if split_at is None and hold_out:
-        source, valid = _split(source, config.valid_fraction)
+        source, valid = _split(source, config.valid_fraction, log)
     if found.empty_files:
         log(f"files without an example: {len(found.empty_files)}{some_names(found.empty_files)}")
     for spelling, number in found.spellings.items():
         log(f"{count(number, 'example')} read as {spelling}")
+    if found.special_names:
+        named = ", ".join(f"{name} in {count(number, 'example')}" for name, number in found.special_names.items())
+        log(f"special tokens named in messages: {named}; each name becomes that token, not text")
     if found.has_plain_prompts and tokenizer.chat_template is not None:
         log("prompts stay plain text though the model has a chat template; prompt_as: chat puts them into it")
     in_chat = config.format != "text" and not found.has_plain_prompts
@@ -138,7 +140,12 @@ def _encode_files(
         _require_examples(valid, files[split_at:], "valid_paths")
     require_unchanged(files, states)
     return EncodedFiles(
-        source + valid, len(source), dict(reader.spellings), reader.empty_files, reader.has_plain_prompts
+        source + valid,
+        len(source),
+        dict(reader.spellings),
+        dict(reader.special_names.most_common()),
+        reader.empty_files,
+        reader.has_plain_prompts,
     )
 
 
@@ -147,11 +154,13 @@ class _Reader:
 
     def __init__(self, config: ExampleConfig, tokenizer: HubTokenizer, log: Callable[[str], None]) -> None:
         self.spellings: Counter[str] = Counter()
+        self.special_names: Counter[str] = Counter()
         self.empty_files: list[str] = []
         self.has_plain_prompts = False
         self._config = config
         self._tokenizer = tokenizer
         self._log = log
+        self._special_name = _pattern_of(tokenizer)
         self._next_word = time.monotonic() + _SILENCE
         self._first_problem: str | None = None
         self._wrong: list[str] = []
@@ -200,7 +209,18 @@ class _Reader:
             raise ValueError(f"[data] {record.where}: {message}") from error
         if spelling is not None:
             self.spellings[spelling] += 1
+        self.special_names.update(sorted(self._named(example)))
         return Item(record.where, texts)
+
+    def _named(self, example: Example) -> set[str]:
+        """The special tokens whose names are in what is said; a text outside of a template has none."""
+        if isinstance(example, Pair):
+            return set[str]().union(*map(self._named, example))
+        if not isinstance(example, Chat) or self._special_name is None:
+            return set()
+        # Content may be a list of parts.
+        said = (json.dumps(message.get("content"), ensure_ascii=False) for message in example.messages)
+        return {name for text in said for name in self._special_name.findall(text)}
 
     def _encoded(self, example: Example) -> Iterator[Encoded]:
         train_on = self._config.train_on
@@ -226,15 +246,25 @@ def _require_examples(items: list[Item], files: list[SourceFile], name: str) -> 
         )
 
 
-def _split(items: list[Item], valid_fraction: float) -> tuple[list[Item], list[Item]]:
-    """Held out is item i where `floor((i + 1) f) > floor(i f)`, as of documents."""
+def _pattern_of(tokenizer: HubTokenizer) -> re.Pattern[str] | None:
+    names = sorted(filter(None, map(tokenizer.token_name, tokenizer.special_ids)), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names))) if names else None
+
+
+def _split(items: list[Item], valid_fraction: float, log: Callable[[str], None]) -> tuple[list[Item], list[Item]]:
+    """Held out is item i where `floor((i + 1) f) > floor(i f)`, as of documents; where that gives none, the last."""
     fraction = Fraction(str(valid_fraction))
-    if len(items) * fraction < 1 or len(items) < 2:
+    if len(items) < 2:
         raise ValueError(
-            f"[data] source must hold at least {max(math.ceil(1 / fraction), 2)} examples, so that "
-            f"data.valid_fraction {valid_fraction} holds one out, but holds {len(items)}. Raise the fraction, name "
-            "data.valid_paths, or give more examples."
+            "[data] source must hold at least 2 examples, one of them to validate on, but holds 1. Give more, or name "
+            "data.valid_paths."
         )
+    if len(items) * fraction < 1:
+        log(
+            f"data.valid_fraction {valid_fraction:g} of {len(items):,} examples is less than one; the last is held out "
+            f"to validate on, {items[-1].where}"
+        )
+        return items[:-1], items[-1:]
     held_out = [(index + 1) * fraction // 1 > index * fraction // 1 for index in range(len(items))]
     train = [item for item, held in zip(items, held_out, strict=True) if not held]
     return train, [item for item, held in zip(items, held_out, strict=True) if held]

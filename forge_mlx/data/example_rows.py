@@ -62,12 +62,12 @@ class ExampleTokens:
         """How many inputs each example has: its tokens but the last, int64 `[num_documents]`."""
         return np.diff(self.borders) - 1
 
-    def pieces(self, seq_len: int) -> tuple[Pieces, int]:
-        """Pieces of at most `seq_len` inputs that have a target, and how many without one are left out."""
+    def pieces(self, seq_len: int) -> tuple[Pieces, Ints]:
+        """Pieces of at most `seq_len` inputs that have a target, and the lengths of those without one."""
         starts, lengths = cut(self.borders[:-1] + 1, self.lengths, seq_len)
         before = np.concatenate([[0], np.cumsum(self.is_target)])
         kept = before[starts + lengths] > before[starts]
-        return Pieces(self.tokens, starts[kept], lengths[kept], self.is_target), int((~kept).sum())
+        return Pieces(self.tokens, starts[kept], lengths[kept], self.is_target), lengths[~kept]
 
 
 class ExampleRows(PieceRows):
@@ -84,8 +84,8 @@ class ExampleRows(PieceRows):
 
     Attributes:
         num_targets: targets an epoch that count.
-        num_pieces: segments of all rows.
-        left_out: pieces without a target.
+        piece_lengths: inputs of each segment of all rows.
+        left_out: inputs of each piece without a target.
     """
 
     packing = "examples"
@@ -94,7 +94,7 @@ class ExampleRows(PieceRows):
         self.tokens = tokens
         self.num_targets = int(tokens.is_target.sum())
         pieces, self.left_out = tokens.pieces(seq_len)
-        self.num_pieces = len(pieces.lengths)
+        self.piece_lengths = pieces.lengths
         super().__init__(pieces, seq_len)
 
 
@@ -111,8 +111,8 @@ class PaddedRows:
         num_rows: rows an epoch, or groups of them.
         num_targets: targets an epoch that count.
         num_positions: positions that are no padding.
-        num_pieces: pieces of all examples.
-        left_out: pieces without a target, which are no row.
+        piece_lengths: inputs of each piece of all examples.
+        left_out: inputs of each piece without a target, which is no row.
     """
 
     packing = "padded"
@@ -124,7 +124,7 @@ class PaddedRows:
         self._pieces, self.left_out = tokens.pieces(seq_len)
         lengths = self._pieces.lengths
         self.seq_len = min(seq_len, -(-int(lengths.max()) // _ROW_STEP) * _ROW_STEP)
-        self.num_pieces = len(lengths)
+        self.piece_lengths = lengths
         self.num_rows = len(lengths) // self.group_size
         self.num_targets = int(tokens.is_target.sum())
         self.num_positions = int(lengths.sum())

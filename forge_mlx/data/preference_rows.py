@@ -28,11 +28,12 @@ class PreferenceRows(PaddedRows):
 
     def __init__(self, tokens: ExampleTokens, seq_len: int) -> None:
         super().__init__(tokens, seq_len)
-        if self.left_out or self.num_pieces != tokens.num_documents or self.num_pieces % 2:
+        fitting, left_out = len(self.piece_lengths), len(self.left_out)
+        if left_out or fitting != tokens.num_documents or fitting % 2:
             raise ValueError(
                 f"[preference_rows] tokens must be pairs of texts, each with a target and of at most {seq_len + 1} "
-                f"tokens, but got {tokens.num_documents} texts in {self.num_pieces + self.left_out} pieces, "
-                f"{self.left_out} of them without a target. Leave out what does not fit."
+                f"tokens, but got {tokens.num_documents} texts in {fitting + left_out} pieces, "
+                f"{left_out} of them without a target. Leave out what does not fit."
             )
         self._reference: NDArray[np.float32] | None = None
 

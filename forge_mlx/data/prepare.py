@@ -27,7 +27,7 @@ from forge_mlx.data.text_tokenizer import TextTokenizer
 from forge_mlx.data.tokenizer import Tokenizer
 
 # Changes when the same corpus and config would give other files: it is part of every key.
-_VERSION = 1
+_VERSION = 2
 _SPLITS: tuple[Split, Split] = ("train", "valid")
 _BATCH_CHARACTERS = 1 << 21
 _GZIP_BYTES = 1 << 26

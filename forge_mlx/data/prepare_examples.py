@@ -12,6 +12,7 @@ from forge_mlx.data.example_reader import ReadExamples, described, read_examples
 from forge_mlx.data.example_rows import ExampleRows, ExampleTokens, PaddedRows
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.data.preference_rows import PreferenceRows
+import numpy as np
 
 AnyRows: TypeAlias = ExampleRows | PaddedRows | PreferenceRows
 
@@ -26,15 +27,18 @@ class ExampleFacts:
         files: files read.
         examples: examples read, of both splits.
         read_as: how many had another common spelling, by its name.
+        in_chat: whether all of them are in the chat template.
         train_examples, valid_examples: examples of each split, without those that were dropped.
-        train_tokens, valid_tokens: their tokens.
+        train_tokens, valid_tokens: their tokens, without pieces that are left out.
         train_targets, valid_targets: those that are learnt, or measured.
-        mean_tokens, longest_tokens: tokens of an example of either split, before any is dropped or split.
+        mean_tokens, longest_tokens: tokens of a text of either split that is in a row: an example, one of a pair's two,
+            or a piece.
         too_long: examples that need more than a row.
         dropped: those of them that were left out.
         split: those of them that were cut.
         pieces: how many pieces with a target these became.
         left_out_pieces: how many pieces without one.
+        left_out_tokens: tokens of these.
         row_length: positions of a training row.
         train_rows: rows of an epoch; of preference pairs, two for each.
         fill: share of their positions that is no padding.
@@ -47,6 +51,7 @@ class ExampleFacts:
     files: int
     examples: int
     read_as: dict[str, int]
+    in_chat: bool
     train_examples: int
     valid_examples: int
     train_tokens: int
@@ -60,6 +65,7 @@ class ExampleFacts:
     split: int
     pieces: int
     left_out_pieces: int
+    left_out_tokens: int
     row_length: int
     train_rows: int
     fill: float
@@ -76,18 +82,21 @@ class PreparedExamples:
         train: rows for `BatchStream`.
         valid: rows for `eval_batches`.
         facts: counts of both.
-        in_chat: whether all examples are in the chat template.
     """
 
     tokenizer: HubTokenizer
     train: AnyRows
     valid: AnyRows
     facts: ExampleFacts
-    in_chat: bool
 
 
 def prepare_examples(
-    config: ExampleConfig, tokenizer: HubTokenizer, *, seq_len: int, log: Callable[[str], None]
+    config: ExampleConfig,
+    tokenizer: HubTokenizer,
+    *,
+    seq_len: int,
+    log: Callable[[str], None],
+    limit: int | None = None,
 ) -> PreparedExamples:
     """Read the examples, tokenise them with their loss masks, and lay both splits out in rows.
 
@@ -100,6 +109,7 @@ def prepare_examples(
         tokenizer: the model's.
         seq_len: the longest row, in positions.
         log: takes one line of text for everything that a person should know.
+        limit: the longest row that the model takes; None: any. Advice keeps to it.
 
     Raises:
         ValueError: a file cannot be read, examples are malformed, too few or, with `truncate: error`, too long.
@@ -113,14 +123,14 @@ def prepare_examples(
     items = found.train + found.valid
     too_long = [item for item in items if item.num_inputs > seq_len]
     if too_long and config.truncate == "error":
-        raise ValueError(too_long_message(too_long, len(items), seq_len, config))
+        raise ValueError(too_long_message(too_long, len(items), seq_len, config, limit))
     splits = [found.train, found.valid]
     if config.truncate == "drop":
         splits = [_that_fit(split, seq_len, name) for split, name in zip(splits, ("train", "valid"), strict=True)]
     train, valid = (build_rows(split, config, seq_len) for split in splits)
     facts = _facts(config, found, splits, (train, valid), seq_len, time.monotonic() - started)
-    _log_facts(facts, seq_len, log)
-    return PreparedExamples(tokenizer, train, valid, facts, found.in_chat)
+    _log_facts(facts, seq_len, described(items), log)
+    return PreparedExamples(tokenizer, train, valid, facts)
 
 
 def build_rows(items: list[Item], config: ExampleConfig, seq_len: int) -> AnyRows:
@@ -130,17 +140,26 @@ def build_rows(items: list[Item], config: ExampleConfig, seq_len: int) -> AnyRow
         return PreferenceRows(tokens, seq_len)
     packed = ExampleRows(tokens, seq_len)
     # Where no two examples fit together, rows of one each are the same and need no segments.
-    return packed if config.packing and packed.num_rows < packed.num_pieces else PaddedRows(tokens, seq_len)
+    return packed if config.packing and packed.num_rows < len(packed.piece_lengths) else PaddedRows(tokens, seq_len)
 
 
-def too_long_message(too_long: list[Item], total: int, seq_len: int, config: ExampleConfig) -> str:
-    """What is wrong with examples that need more than a row, and what to do."""
+def too_long_message(
+    too_long: list[Item], total: int, seq_len: int, config: ExampleConfig, limit: int | None = None
+) -> str:
+    """What is wrong with examples that need more than a row, and what to do; `limit` as `prepare_examples` takes it."""
     needed = max(item.num_inputs for item in too_long)
-    others = "drop" if config.format == "preference" else "drop or split"
+    others = f"set data.truncate to {'drop' if config.format == 'preference' else 'drop or split'}"
+    if limit is None or needed <= limit:
+        way_out = f"Raise train.seq_len to {needed:,}, or {others}."
+    elif limit > seq_len:
+        way_out = (
+            f"Raise train.seq_len to the model's longest sequence, {limit:,}, and {others} for what is longer still."
+        )
+    else:
+        way_out = f"The model takes no longer ones: {others}."
     return (
         f"[data] with truncate: error all examples must fit into train.seq_len, {seq_len:,}, but {len(too_long):,} of "
-        f"{total:,} do not, {described(too_long)}. Raise train.seq_len to {needed:,}, or set data.truncate to "
-        f"{others}."
+        f"{total:,} do not, {described(too_long)}. {way_out}"
     )
 
 
@@ -163,10 +182,10 @@ def _facts(
     seconds: float,
 ) -> ExampleFacts:
     items = found.train + found.valid
-    lengths = [len(text.ids) for item in items for text in item.texts]
     too_long = sum(item.num_inputs > seq_len for item in items)
     split = too_long if config.truncate == "split" else 0
     train, valid = rows
+    lengths = np.concatenate([train.piece_lengths, valid.piece_lengths]) + 1
     train_rows = train.num_rows * train.group_size
     return ExampleFacts(
         source=config.source,
@@ -174,19 +193,21 @@ def _facts(
         files=found.files,
         examples=len(items),
         read_as=found.spellings,
+        in_chat=found.in_chat,
         train_examples=len(splits[0]),
         valid_examples=len(splits[1]),
-        train_tokens=train.tokens.num_tokens,
-        valid_tokens=valid.tokens.num_tokens,
+        train_tokens=train.tokens.num_tokens - int(train.left_out.sum()),
+        valid_tokens=valid.tokens.num_tokens - int(valid.left_out.sum()),
         train_targets=train.num_targets,
         valid_targets=valid.num_targets,
-        mean_tokens=round(sum(lengths) / len(lengths), 1),
-        longest_tokens=max(lengths),
+        mean_tokens=round(float(lengths.mean()), 1),
+        longest_tokens=int(lengths.max()),
         too_long=too_long,
         dropped=len(items) - sum(map(len, splits)),
         split=split,
-        pieces=train.num_pieces + valid.num_pieces - (len(items) - split) if split else 0,
-        left_out_pieces=train.left_out + valid.left_out,
+        pieces=len(lengths) - (len(items) - split) if split else 0,
+        left_out_pieces=len(train.left_out) + len(valid.left_out),
+        left_out_tokens=int(train.left_out.sum() + valid.left_out.sum()),
         row_length=train.seq_len,
         train_rows=train_rows,
         fill=train.num_positions / (train_rows * train.seq_len),
@@ -195,20 +216,35 @@ def _facts(
     )
 
 
-def _log_facts(facts: ExampleFacts, seq_len: int, log: Callable[[str], None]) -> None:
+def _log_facts(facts: ExampleFacts, seq_len: int, longest: str, log: Callable[[str], None]) -> None:
     if facts.dropped:
-        log(f"left out as longer than {seq_len:,} tokens: {facts.dropped:,} of {count(facts.examples, 'example')}")
+        log(
+            f"left out as longer than a row of {seq_len:,}: {facts.dropped:,} of {count(facts.examples, 'example')}, "
+            f"{longest}"
+        )
     if facts.split:
         left_out = facts.left_out_pieces
-        more = f"; {count(left_out, 'piece')} without a token to learn left out" if left_out else ""
-        log(
-            f"split as longer than {seq_len:,} tokens: {count(facts.split, 'example')} into "
-            f"{count(facts.pieces, 'piece')}, each a text of its own{more}"
+        more = (
+            f"; {count(left_out, 'piece')} without a token to learn left out, {facts.left_out_tokens:,} tokens"
+            if left_out
+            else ""
         )
+        log(
+            f"split as longer than a row of {seq_len:,}: {count(facts.split, 'example')} into "
+            f"{count(facts.pieces, 'piece')}, each a text of its own, {longest}{more}"
+        )
+    rows = f"{count(facts.train_rows, 'row')} of {facts.row_length:,}"
     log(
         f"data: {count(facts.train_examples, 'example')} to train on ({facts.train_targets:,} of their "
         f"{facts.train_tokens:,} tokens are learnt), {facts.valid_examples:,} to validate; {facts.mean_tokens:,.0f} "
-        f"tokens each on average, {facts.longest_tokens:,} the longest; {count(facts.train_rows, 'row')} of "
-        f"{facts.row_length:,}, {100 * facts.fill:.0f} % full; {'from the cache' if facts.from_cache else 'read'} in "
+        f"tokens {_a_text(facts)} on average, {facts.longest_tokens:,} the longest; {rows}, "
+        f"{100 * facts.fill:.0f} % full; {'from the cache' if facts.from_cache else 'read'} in "
         f"{facts.seconds:.1f} s"
     )
+
+
+def _a_text(facts: ExampleFacts) -> str:
+    """Of what the mean is."""
+    if facts.format == "preference":
+        return "an answer with its prompt"
+    return "a piece" if facts.split else "each"

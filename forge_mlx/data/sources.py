@@ -93,7 +93,9 @@ def list_files(
     _log_left_out("valid_paths", valid, log)
     train_paths = {file.path.resolve() for file in listing.files}
     shared = [file.name for file in valid.files if file.path.resolve() in train_paths]
-    if shared:
+    if len(shared) == len(valid.files) and isinstance(config, ExampleConfig):
+        log("WARNING: valid_paths are files of the source: validation says what is remembered, not what is learnt")
+    elif shared:
         raise ValueError(
             f"[data] valid_paths must not name files of the source but {len(shared)} are in both"
             f"{some_names(shared)}. Take them out of one."

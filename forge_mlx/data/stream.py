@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 import math
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol, get_args
 
 from forge_mlx.data.batch import Batch, joined
 from forge_mlx.data.cache import TokenFile
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Packing = Literal["concat", "documents"]
+_OF_CORPORA: Final = get_args(Packing)
 
 
 class Rows(Protocol):
@@ -77,7 +78,8 @@ class BatchStream:
     """An endless stream of training batches.
 
     In each epoch every row comes once, in a random order. Rows and order follow from `(seed, epoch)`. A batch may take
-    its rows from the end of one epoch and the start of the next; none is dropped.
+    its rows from the end of one epoch and the start of the next; none is dropped. Of examples, which may be few, it
+    may take those of several epochs.
 
     Args:
         rows: of `training_rows`.
@@ -85,19 +87,18 @@ class BatchStream:
         seed: 0 or more.
 
     Raises:
-        ValueError: the corpus is shorter than one batch, or an argument is out of its range.
+        ValueError: a corpus is shorter than one batch, or an argument is out of its range.
     """
 
     def __init__(self, rows: TrainingRows, batch_size: int, seed: int) -> None:
         _require_positive("batch_stream", batch_size=batch_size)
         if seed < 0:
             raise ValueError(f"[batch_stream] seed must be at least 0 but got {seed}.")
-        if rows.num_rows < batch_size:
+        if rows.num_rows < batch_size and rows.packing in _OF_CORPORA:
             raise ValueError(
                 f"[batch_stream] the training text must fill one batch, {batch_size} rows of {rows.seq_len} tokens, "
                 f"but its {rows.tokens.num_tokens} tokens fill {rows.num_rows} (packing: {rows.packing}). Lower the "
-                "batch size or the sequence length, or give more text"
-                + (", or set data.packing: false." if rows.packing == "examples" else ".")
+                "batch size or the sequence length, or give more text."
             )
         self._corpus = rows
         self._batch_size = batch_size

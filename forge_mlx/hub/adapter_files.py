@@ -51,7 +51,8 @@ def save_adapters(
 
     `mlx_lm.load(base, adapter_path=folder)` then computes what the model does. Modules have the names that mlx-lm gives
     them in the model's family. Where mlx-lm has one layer for several of ours, as GPT-2's q, k and v, they have our
-    names behind `model.`, and mlx-lm refuses them.
+    names behind `model.`, and mlx-lm refuses them; likewise where it has several for one, as for DeepSeek-V3's
+    `kv_b_proj`.
 
     Args:
         folder: Where to: new or empty.

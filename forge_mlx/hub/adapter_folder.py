@@ -211,4 +211,6 @@ def _number(file: Path, values: Mapping[str, Any], key: str, default: float | No
 def _other_layout(folder: Path) -> str:
     if (folder / "adapter_model.safetensors").is_file():
         return " It is one of PEFT's: python -m forge_mlx.adapter from-peft converts it."
+    if (folder / "final" / CONFIG_FILE).is_file():
+        return f" Those of this run are in {folder / 'final'}."
     return ""

@@ -71,7 +71,7 @@ def config_keys(config: DecoderConfig) -> dict[str, Any]:
             "attention.sliding_window": config.sliding_window,
             "attn_logit_softcapping": config.attention_softcap,
             "final_logit_softcapping": config.logit_softcap,
-            "rope.freq_base_swa": config.rope_local_base,
+            "rope.freq_base_swa": _base_in_windows(config),
         }
     own = {f"{name}.{key}": value for key, value in keys.items() if value is not None}
     return {"general.architecture": name, **own}
@@ -155,4 +155,10 @@ def _gemma_problems(name: str, config: DecoderConfig) -> list[str]:
         return problems
     if config.attention_softcap is not None:
         problems.append(f"attention_softcap: {config.attention_softcap} (must be null)")
-    return problems + ([] if config.rope_local_base else ["rope_local_base: null (must be a number)"])
+    return problems + ([] if _base_in_windows(config) else ["rope_local_base: null (must be a number)"])
+
+
+def _base_in_windows(config: DecoderConfig) -> float | None:
+    """The rotary base of layers with a window; None where those rotate as the others do, which is scaled."""
+    is_scaled = config.rope_scale != 1 or config.rope_scaling is not None
+    return config.rope_base if config.rope_local_base is None and not is_scaled else config.rope_local_base

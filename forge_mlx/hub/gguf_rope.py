@@ -15,8 +15,15 @@ from numpy.typing import NDArray
 FACTORS: Final = "rope_freqs.weight"
 """The tensor that each period is multiplied by."""
 
-# All of Meta's checkpoints were stretched from this length, with these limits; the file holds only what came of them.
-_LLAMA3: Final[dict[str, Any]] = {"original_max_seq_len": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# All of Meta's checkpoints were stretched from this length, with these limits. The file holds only what came of them:
+# another length with as many times larger limits gives the same.
+_LENGTH: Final = 8192
+_LLAMA3: Final[dict[str, Any]] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# How near a factor must be to count as 1, or as the largest.
+_NEAR: Final = 1e-6
+# How far factors may be from those of a scaling: by the arithmetic of other converters, or by rounding alone.
+_CLOSE: Final = 1e-4
+_SAME: Final = 2e-7
 
 
 def read_rope(metadata: Metadata, file: GGUFFile, head_dim: int) -> dict[str, Any]:
@@ -32,6 +39,8 @@ def read_rope(metadata: Metadata, file: GGUFFile, head_dim: int) -> dict[str, An
     """
     own = metadata.own
     base = metadata.number(own("rope.freq_base"), 10000.0)
+    if base <= 1:
+        raise HubError(f"{file.path}: {own('rope.freq_base')} must be greater than 1 but got {base}.")
     kind = metadata.text(own("rope.scaling.type"), "none")
     if kind not in ("none", "linear", "yarn"):
         raise HubError(f"{file.path}: {own('rope.scaling.type')} must be none, linear or yarn but got {kind!r}.")
@@ -98,14 +107,44 @@ def _llama3(file: GGUFFile, head_dim: int, base: float) -> RopeScaling:
         )
     factors = np.asarray(decode("F32", file.read(tensor)[None]))[0]
     if factors.min() >= 1 and np.isfinite(factors).all():
-        # The largest one is a frequency's that is divided by the whole factor.
-        scaling = RopeScaling(kind="llama3", factor=float(factors.max()), **_LLAMA3)
-        if np.allclose(factors, _factors(scaling, head_dim, base), rtol=1e-4, atol=0):
-            return scaling
+        found = _limits(factors.astype(np.float64), head_dim, base)
+        rounded = {name: float(f"{value:.6g}") for name, value in found.items()}
+        for limits, tolerance in ((_LLAMA3, _CLOSE), (rounded, _SAME), (found, _CLOSE)):
+            # The largest one is a frequency's that is divided by the whole factor.
+            scaling = RopeScaling(kind="llama3", factor=float(factors.max()), original_max_seq_len=_LENGTH, **limits)
+            if np.allclose(factors, _factors(scaling, head_dim, base), rtol=tolerance, atol=0):
+                return scaling
     raise HubError(
-        f"{file.path}: {FACTORS} must be those of Llama 3.1's scaling but are others, from which the scaling cannot be "
+        f"{file.path}: {FACTORS} must be those of a scaling as Llama 3.1's but are others, from which none can be "
         "told. Open the Hugging Face folder."
     )
+
+
+def _limits(factors: NDArray[np.float64], size: int, base: float) -> dict[str, float]:
+    """low_freq_factor and high_freq_factor for which factors are these, if there are any.
+
+    What a frequency keeps rises in a line with how often it turns in the original length, from 0 at low_freq_factor to
+    1 at high_freq_factor.
+    """
+    turns = _LENGTH / (2 * np.pi * base ** (np.arange(0, size, 2) / size))
+    largest = factors.max()
+    kept = (1 / factors - 1 / largest) / (1 - 1 / largest) if largest > 1 else np.ones_like(factors)
+    divided, whole = factors >= largest * (1 - _NEAR), factors <= 1 + _NEAR
+    # The nearest pairs on both sides of those that lie on the line.
+    slow = turns[divided].max(initial=turns.min() / 2)
+    fast = turns[whole].min(initial=max(turns.max(), slow) * 2)
+    between = np.flatnonzero(~divided & ~whole)
+    if len(between) > 1:
+        first, last = between[0], between[-1]
+        slope = (kept[first] - kept[last]) / (turns[first] - turns[last])
+        slow = turns[last] - kept[last] / slope if slope > 0 else slow
+        fast = slow + 1 / slope if slope > 0 else fast
+    elif len(between):
+        # Of all lines through the one pair one that leaves room for its neighbours on both sides.
+        share, place = kept[between[0]], turns[between[0]]
+        slow = (max(slow, (place - share * fast) / (1 - share)) + place) / 2
+        fast = slow + (place - slow) / share
+    return {"low_freq_factor": float(slow), "high_freq_factor": float(fast)} if 0 < slow < fast else _LLAMA3
 
 
 def _yarn(metadata: Metadata, factor: float) -> dict[str, Any]:

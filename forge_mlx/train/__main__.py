@@ -39,12 +39,13 @@ def _print_outcome(outcome: Outcome, config: TrainConfig) -> None:
     console.print(visible_controls(outcome.prompt + outcome.sample), markup=False)
     console.rule()
     if outcome.bits_per_byte is None:
-        measured = f"nats a pair, the chosen answer preferred in {100 * (outcome.accuracy or 0):.1f} %"
+        preferred = f"the chosen answer preferred in {100 * (outcome.accuracy or 0):.1f} %"
+        measured = f"loss {outcome.loss:.4f} a pair, {preferred}"
     else:
-        measured = f"nats a token, {outcome.bits_per_byte:.4f} bits per byte"
+        measured = f"{outcome.loss:.4f} nats a token, {outcome.bits_per_byte:.4f} bits per byte"
     following = _next_steps(outcome, config)
     lines = [
-        f"validation: {outcome.loss:.4f} {measured}",
+        f"validation: {measured}",
         f"report:     {outcome.folder / 'report.html'}",
         f"model:      {outcome.folder / 'final'}",
         *(f"{'next:' if line is following[0] else '':<12}{line}" for line in following),
@@ -67,7 +68,7 @@ def _next_steps(outcome: Outcome, config: TrainConfig) -> list[str]:
     final = shlex.quote(str(outcome.folder / "final"))
     is_adapter = (outcome.folder / "final" / "adapter_config.json").is_file()
     model = f"{shlex.quote(config.model.path)} --adapter-path {final}" if is_adapter else final
-    lines = [f"{python} -m forge_mlx.generate {run}{' --chat' if config.asks_in_chat else example}"]
+    lines = [f"{python} -m forge_mlx.generate {run}{' --chat' if outcome.in_chat else example}"]
     # mlx-lm reads no GGUF files, and has the base of codes that this run made in no folder.
     if not (is_adapter and (config.model.path.endswith(".gguf") or config.model.quantize)):
         lines.append(f"mlx_lm.generate --model {model} --prompt ...")

@@ -54,7 +54,9 @@ class LoopConfig(Section):
     steps: int = Field(gt=0, description="optimizer updates")
     batch_size: int = Field(gt=0, description="rows in one forward and backward pass; of preference pairs")
     seq_len: int = Field(gt=0, description="tokens in a row")
-    accumulate: int = Field(1, gt=0, description="passes whose gradients make one update, weighted by their targets or pairs")
+    accumulate: int = Field(
+        1, gt=0, description="passes whose gradients make one update, weighted by their targets or pairs"
+    )
     log_every: int = Field(10, gt=0, description="steps between training records")
     eval_every: int = Field(100, ge=0, description="steps between evaluations; 0: only at the end")
     eval_tokens: int = Field(32768, gt=0, description="validation targets of an evaluation during training, about")
@@ -68,7 +70,12 @@ class LoopConfig(Section):
         "says; empty: the start of a document, or with data.format the first three examples that are held out",
     )
     sample_tokens: int = Field(128, gt=0, description="most tokens in a sample; it ends at model.max_seq_len")
-    sample_temperature: float = Field(0.7, ge=0, description="temperature of samples, with top-p 0.95; 0: greedy")
+    sample_temperature: float | None = Field(
+        None,
+        ge=0,
+        description="temperature of samples, with top-p 0.95; 0: greedy. null: 0.7, or with data.format 0, so that "
+        "what is said before training and after it can be compared",
+    )
     checkpoint_every: int = Field(100, ge=0, description="steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = Field(2, gt=0, description="newest checkpoints that are kept")
     grad_checkpoint: bool = Field(
@@ -208,9 +215,10 @@ class TrainConfig(Section):
         return self.data.packing and not self.trains_pairs
 
     @property
-    def asks_in_chat(self) -> bool:
-        """Whether examples are conversations in the tokenizer's chat template."""
-        return isinstance(self.data, ExampleConfig) and self.data.asks_in_chat
+    def sample_temperature(self) -> float:
+        """The temperature of samples."""
+        given = self.train.sample_temperature
+        return given if given is not None else 0.0 if isinstance(self.data, ExampleConfig) else 0.7
 
     def with_vocab_size(self, size: int) -> "TrainConfig":
         """The config of a new model with the size of the tokenizer's vocabulary filled in.

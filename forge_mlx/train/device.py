@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 import os
-import sys
 from pathlib import Path
+import sys
 
 from forge_mlx.hub.native import ModelFolderError
 from forge_mlx.metal.dtypes import FLOATS_BY_NAME

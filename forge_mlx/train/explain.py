@@ -8,12 +8,15 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from forge_mlx.models.registry import ARCHITECTURES
+from forge_mlx.train.pretrained_config import PretrainedConfig
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 Key = tuple[str, ...]
 
 _LONGEST_VALUE = 80
+_LONGEST_DESCRIPTION = 200
 _WORDS: dict[Any, str] = {
     NoneType: "null",
     bool: "true or false",
@@ -100,6 +103,8 @@ def explain_errors(
 def suggest(root: type[BaseModel], key: Key) -> str:
     """The existing key that was probably meant, else the keys of the section."""
     section, name = section_of(root, key), key[-1]
+    if section is PretrainedConfig and any(name in kind.config.model_fields for kind in ARCHITECTURES.values()):
+        return "With model.path the checkpoint says the model's shape. Leave the key out."
     known = list(all_keys(root))
     found = [other for other in known if other[-1] == name]
     if section and not found:
@@ -167,7 +172,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _field_problem(error: Mapping[str, Any], key: Key, field: FieldInfo, rest: Sequence[Any], values: Any) -> str:
-    text = f" ({field.description.rstrip('.')})" if field.description else ""
+    text = f" ({_short_description(field.description)})" if field.description else ""
     if error["type"] == "missing" and not rest:
         return f"is required but missing.{text}"
     value = values
@@ -181,6 +186,11 @@ def _field_problem(error: Mapping[str, Any], key: Key, field: FieldInfo, rest: S
         got += f" (item {rest[-1] + 1} is {show(error['input'])})"
     comma = "," if "," in allowed else ""
     return f"must be {allowed}{comma} but got {got}.{_meant(field, value)}{text}"
+
+
+def _short_description(text: str) -> str:
+    """A description, of a long one its first sentence."""
+    return text.rstrip(".") if len(text) <= _LONGEST_DESCRIPTION else text.split(". ")[0].rstrip(".")
 
 
 def _is_item(rest: Sequence[Any]) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forge_mlx.data.prepare_examples import ExampleFacts
 from forge_mlx.train.banner import log_device, log_model, log_path, setup_facts
 from forge_mlx.train.checkpoint import remove_old
 from forge_mlx.train.config import TrainConfig
@@ -56,7 +57,7 @@ def _start(config: TrainConfig, folder: RunFolder, stop: StopSignals, log: Log) 
     """Make the trainer and run it in its folder; a run that has finished trains no more."""
     placement = choose_placement(config.run)
     mx.set_default_device(placement.device)
-    config = _with_placement(config, placement)
+    config = _resolved(config, placement)
     anew = config.run.resume == "never"
     with folder.locked():
         folder.check_usable(config)
@@ -237,8 +238,15 @@ def _finish(trainer: Trainer, metrics: MetricsLog, log: Log) -> Outcome:
     metrics.log("eval", step, time=trainer.seconds, final=True, **result, **_phase_fields(trainer), **deployed)
     log(_eval_line(step, result) + f" ({int(result['tokens']):,} tokens)")
     prompt, text = samples[0]
+    facts = trainer.work.facts
     return Outcome(
-        result["loss"], result.get("bits_per_byte"), result.get("accuracy"), prompt.text, text, trainer.folder.path
+        result["loss"],
+        result.get("bits_per_byte"),
+        result.get("accuracy"),
+        prompt.text,
+        text,
+        trainer.folder.path,
+        isinstance(facts, ExampleFacts) and facts.in_chat,
     )
 
 
@@ -277,9 +285,10 @@ def _restore(trainer: Trainer, changed: list[str]) -> list[str]:
     return [*notices, "; ".join([f"resumed at step {trainer.step}", *(f"changed {change}" for change in changed)])]
 
 
-def _with_placement(config: TrainConfig, placement: Placement) -> TrainConfig:
+def _resolved(config: TrainConfig, placement: Placement) -> TrainConfig:
     run = config.run.model_copy(update={"device": placement.device.type.name, "dtype": placement.dtype_name})
-    return config.model_copy(update={"run": run})
+    loop = config.train.model_copy(update={"sample_temperature": config.sample_temperature})
+    return config.model_copy(update={"run": run, "train": loop})
 
 
 def _say_finished(folder: RunFolder, changed: list[str], log: Log) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 import signal
+from typing import Any
 
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.folder import RunFolder
@@ -31,12 +32,13 @@ class Outcome:
     """What a finished run reached.
 
     Attributes:
-        loss: validation loss in nats a token, or a pair.
+        loss: validation loss in nats a token, or the preference loss a pair.
         bits_per_byte: the same in bits a byte of text, which does not depend on the tokenizer; None of pairs.
         accuracy: share of the pairs whose chosen answer is preferred; None of texts.
         prompt: what the sample continues.
         sample: a text by the model, without its prompt.
         folder: the run's folder.
+        in_chat: whether all examples were in the chat template.
     """
 
     loss: float
@@ -45,6 +47,7 @@ class Outcome:
     prompt: str
     sample: str
     folder: Path
+    in_chat: bool = False
 
 
 def finished_outcome(folder: RunFolder, config: TrainConfig, log: Callable[[str], None]) -> Outcome | None:
@@ -65,6 +68,13 @@ def finished_outcome(folder: RunFolder, config: TrainConfig, log: Callable[[str]
     last = evals[-1]
     # Of several prompts the first, as when the run ended.
     sample = next(r for r in samples if r["step"] == samples[-1]["step"])
+    data: dict[str, Any] = next((r["corpus"] for r in reversed(records) if r["kind"] == "setup"), {})
     return Outcome(
-        last["loss"], last.get("bits_per_byte"), last.get("accuracy"), sample["prompt"], sample["text"], folder.path
+        last["loss"],
+        last.get("bits_per_byte"),
+        last.get("accuracy"),
+        sample["prompt"],
+        sample["text"],
+        folder.path,
+        data.get("in_chat", False),
     )

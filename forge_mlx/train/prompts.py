@@ -92,7 +92,7 @@ def example_prompts(config: TrainConfig, shape: DecoderConfig, examples: Prepare
     if not asked:
         rows = (valid.batch(np.array([row])) for row in range(valid.num_rows))
         return list(islice(_distinct(prompt for row in rows for prompt in _prompts_of(row, tokenizer)), _EXAMPLES))
-    if examples.in_chat:
+    if examples.facts.in_chat:
         tokens = render_prompt(tokenizer, [{"role": "user", "content": asked}])
     else:
         tokens = [*tokenizer.begin_ids, *tokenizer.encode(asked)]

@@ -114,7 +114,7 @@ def _loss_charts(run: Run) -> list[Chart]:
     turns = _quantization_turns(run)
     charts = []
     pairs = run.series("train", "accuracy")[0].size or run.series("eval", "accuracy")[0].size
-    names = {"loss": "loss, nats a pair", "accuracy": "share of pairs preferred"}
+    names = {"loss": "loss a pair", "accuracy": "share of pairs preferred"}
     for name, title in (names if pairs else {"loss": "loss, nats a token", "bits_per_byte": "bits per byte"}).items():
         lines = smoothed("training", *run.series("train", name))
         steps, values = run.series("eval", name)

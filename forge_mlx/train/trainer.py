@@ -233,7 +233,7 @@ class Trainer:
 
     def _sample(self, prompt: Prompt) -> str:
         loop = self.config.train
-        sampler = Sampler(temperature=loop.sample_temperature, top_p=0.95)
+        sampler = Sampler(temperature=self.config.sample_temperature, top_p=0.95)
         most = min(loop.sample_tokens, self.model.config.max_seq_len - len(prompt.tokens))
         self.model.eval()
         try:

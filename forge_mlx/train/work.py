@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from forge_mlx._text import count
 from forge_mlx.data.config import DataConfig
 from forge_mlx.data.example_config import ExampleConfig
 from forge_mlx.data.hub_tokenizer import HubTokenizer
@@ -13,16 +14,18 @@ from forge_mlx.data.stream import Rows, TrainingRows, training_rows, validation_
 from forge_mlx.data.text_tokenizer import TextTokenizer
 from forge_mlx.hub.fingerprint import weights_fingerprint
 from forge_mlx.hub.pretrained import Pretrained, load_pretrained, read_shape
-from forge_mlx.models.adapters import add_adapters
+from forge_mlx.models.adapters import adapted_layers, add_adapters
 from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.dequantize import dequantize_layers
 from forge_mlx.models.gpt import GPT
 from forge_mlx.models.qat import convert_qat, prepare_qat, set_fake_quant
 from forge_mlx.models.registry import build_model
+from forge_mlx.nn.adapted_base import weight_shape
 from forge_mlx.nn.coded import holds_codes
 from forge_mlx.train.config import TrainConfig, shape_problems
 from forge_mlx.train.device import Placement
 from forge_mlx.train.folder import RunFolder
+from forge_mlx.train.nonfinite import nonfinite_arrays
 from forge_mlx.train.preference import PairPreference
 from forge_mlx.train.pretrained_config import PretrainedConfig
 from forge_mlx.train.prompts import Prompt, corpus_prompt, example_prompts
@@ -94,13 +97,17 @@ def _continued(config: TrainConfig, placement: Placement, log: Log) -> Work:
     """The work of a run that goes on from a checkpoint."""
     source = load_base(config, placement, log)
     model, tokenizer, shape = source.model, source.tokenizer, source.model.config
+    _require_finite(model, config, placement)
     base = weights_fingerprint(source.folder)
     rows: TrainingRows
     valid: Rows
     facts: DataFacts | ExampleFacts
     if isinstance(config.data, ExampleConfig):
-        examples = prepare_examples(config.data, tokenizer, seq_len=config.train.seq_len, log=log)
+        examples = prepare_examples(
+            config.data, tokenizer, seq_len=config.train.seq_len, log=log, limit=shape.max_seq_len
+        )
         _require_embeddings(examples.tokenizer, shape, examples.train, examples.valid)
+        _say_if_few(examples.train, config.train.batch_size, log)
         source = source._replace(tokenizer=examples.tokenizer)
         prompts = example_prompts(config, shape, examples)
         rows, valid, facts, tokenizer = examples.train, examples.valid, examples.facts, examples.tokenizer
@@ -110,6 +117,7 @@ def _continued(config: TrainConfig, placement: Placement, log: Log) -> Work:
         prompts = [corpus_prompt(config, shape, tokenizer, valid, data.facts.train_documents)]
         facts = data.facts
     make_trainable(config, model)
+    _say_if_wide(model, log)
     reference = None
     if isinstance(rows, PreferenceRows) and PairPreference(config.preference).needs_reference:
         assert isinstance(valid, PreferenceRows)
@@ -139,6 +147,39 @@ def load_base(config: TrainConfig, placement: Placement, log: Log) -> Pretrained
     source = load_pretrained(base.path, dtype=dtype, revision=base.revision, log=log)
     _prepare_base(base, source.model, dtype)
     return source
+
+
+def _require_finite(model: GPT, config: TrainConfig, placement: Placement) -> None:
+    """Raise for weights that no training can go on from."""
+    if not (bad := nonfinite_arrays(model.parameters())):
+        return
+    assert isinstance(config.model, PretrainedConfig)
+    others = f" and {count(len(bad) - 1, 'more tensor')}" if len(bad) > 1 else ""
+    narrow = _trained_dtype(config, placement) == mx.float16
+    way_out = " or another run.dtype: float16 ends at 65,504" if narrow else ""
+    raise ValueError(
+        f"model.path must be a checkpoint of finite weights but {bad[0]}{others} of {config.model.path} "
+        f"{'have' if others else 'has'} NaN or infinity. Take an intact copy{way_out}."
+    )
+
+
+def _say_if_few(rows: TrainingRows, batch_size: int, log: Log) -> None:
+    if rows.num_rows < batch_size:
+        noun = "row" if rows.group_size == 1 else "pair"
+        log(
+            f"{count(rows.num_rows, noun)} to train on, fewer than train.batch_size, {batch_size}: a batch takes "
+            "those of several epochs"
+        )
+
+
+def _say_if_wide(model: GPT, log: Log) -> None:
+    layers = adapted_layers(model)
+    wide = [name for name, layer in layers if layer.adapter.rank > min(weight_shape(layer.base)[-2:])]
+    if wide:
+        log(
+            f"WARNING: adapter.rank {layers[0][1].adapter.rank} is above the width of {count(len(wide), 'layer')}, "
+            f"{wide[0]} first: it learns no more than the width would, of more parameters"
+        )
 
 
 def _require_embeddings(tokenizer: HubTokenizer, shape: DecoderConfig, *splits: Rows) -> None:

@@ -32,11 +32,18 @@ def documents(corpus, split):
 
 
 def test_text_keeps_every_byte(tmp_path):
-    texts = {"a__txt": "\ufeffone\r\ntwo\r\x00\x85\u2028\n\n", "b__txt__gz": "é\n\t👩‍👧 \n"}
+    texts = {"a__txt": "one\r\ntwo\r\x00\x85\u2028\ufeff\n\n", "b__txt__gz": "é\n\t👩‍👧 \n"}
     corpus = Corpus(write(tmp_path, **texts), "text", "train")
     assert documents(corpus, "train") == list(texts.values())
     assert corpus.scan.documents == 2
     assert sum(corpus.scan.file_bytes) == sum(len(text.encode()) for text in texts.values())
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    texts = {"a__txt": "\ufeffone \ufeff", "b__jsonl": '\ufeff{"text": "two"}\n{"text": "\ufeff"}'}
+    corpus = Corpus(write(tmp_path, **texts), "text", "train")
+    assert documents(corpus, "train") == ["one \ufeff", "two", "\ufeff"]
+    assert corpus.scan.file_bytes == [len("one \ufeff".encode()), len("two\ufeff".encode())]
 
 
 def test_large_text_is_streamed_in_lines(tmp_path, monkeypatch):

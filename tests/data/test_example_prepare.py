@@ -83,16 +83,39 @@ def test_validation_files_of_their_own(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("values", "count", "message"),
+    ("values", "count", "said_of"),
     [
-        ({}, 12, "source must hold at least 20 examples, so that data.valid_fraction 0.05 holds one out, but holds 12"),
-        ({"valid_fraction": 0.9}, 1, "source must hold at least 2 examples"),
-        ({"max_examples": 5}, 40, "but holds 5"),
+        ({}, 12, "0.05 of 12 examples"),
+        ({"valid_fraction": 0}, 40, "0 of 40 examples"),
+        ({"max_examples": 5}, 40, "0.05 of 5 examples"),
+        ({}, 2, "0.05 of 2 examples"),
     ],
 )
-def test_too_few_to_hold_one_out(tokenizer, values, count, message):
-    with pytest.raises(ValueError, match=message):
-        prepare(tokenizer, numbered(count), **values)
+def test_one_example_is_held_out_of_few(tokenizer, values, count, said_of):
+    said = []
+    prepared = prepare(tokenizer, numbered(count), log=said.append, **values)
+    read = min(count, values.get("max_examples", count))
+    assert (prepared.facts.train_examples, prepared.facts.valid_examples) == (read - 1, 1)
+    assert tokenizer.decode(prepared.valid.tokens.tokens[:3]) == f"{9 + read}:"
+    assert (
+        f"data.valid_fraction {said_of} is less than one; the last is held out to validate on, a.jsonl:{read}" in said
+    )
+
+
+def test_one_example_alone_is_too_few(tokenizer):
+    with pytest.raises(ValueError, match="source must hold at least 2 examples, one of them to validate on"):
+        prepare(tokenizer, numbered(1), valid_fraction=0.9)
+
+
+def test_validation_on_what_is_trained_on_is_said(tokenizer):
+    said = []
+    facts = prepare(tokenizer, numbered(3), log=said.append, valid_paths="a.jsonl").facts
+    assert (facts.train_examples, facts.valid_examples) == (3, 3)
+    assert said[0].startswith("WARNING: valid_paths are files of the source")
+    with open("b.jsonl", "w") as file:
+        file.write(json.dumps(numbered(1)[0]))
+    with pytest.raises(ValueError, match=r"but 1 are in both \(a.jsonl\)"):
+        prepare(tokenizer, numbered(3), valid_paths=["a.jsonl", "b.jsonl"])
 
 
 LONG = [*numbered(18), {"prompt": "10:", "completion": "y" * 20}, {"prompt": "z" * 30, "completion": "y"}]
@@ -110,13 +133,32 @@ def test_too_long_is_an_error(tokenizer):
         prepare(tokenizer, LONG, seq_len=30)
 
 
+@pytest.mark.parametrize(
+    ("limit", "advice"),
+    [
+        (31, "Raise train.seq_len to 31, or set data.truncate to drop or split."),
+        (
+            24,
+            "Raise train.seq_len to the model's longest sequence, 24, and set data.truncate to drop or split for what",
+        ),
+        (8, "The model takes no longer ones: set data.truncate to drop or split."),
+    ],
+)
+def test_advice_keeps_to_what_the_model_takes(tokenizer, limit, advice):
+    prepare(tokenizer, LONG)
+    config = ExampleConfig.model_validate({"format": "prompt_completion", "source": "a.jsonl"})
+    with pytest.raises(ValueError, match=f"a.jsonl:20. {advice}"):
+        prepare_examples(config, tokenizer, seq_len=8, log=lambda _: None, limit=limit)
+
+
 def test_too_long_is_dropped(tokenizer):
     said = []
     facts = prepare(tokenizer, LONG, seq_len=8, log=said.append, truncate="drop", valid_fraction=0.1).facts
     # The last example, too long, would have been held out.
     assert (facts.examples, facts.train_examples, facts.valid_examples) == (20, 17, 1)
     assert (facts.too_long, facts.dropped, facts.split, facts.pieces) == (2, 2, 0, 0)
-    assert "left out as longer than 8 tokens: 2 of 20 examples" in said
+    assert (facts.mean_tokens, facts.longest_tokens, facts.train_tokens, facts.valid_tokens) == (7.0, 7, 17 * 7, 7)
+    assert "left out as longer than a row of 8: 2 of 20 examples, the longest 32 tokens at a.jsonl:20" in said
     with pytest.raises(ValueError, match=r"truncate: drop must leave examples but all 1 of the valid split are longer"):
         prepare(tokenizer, LONG, seq_len=8, truncate="drop", valid_fraction=0.05)
 
@@ -129,9 +171,18 @@ def test_too_long_is_split(tokenizer, packing):
     # 23 inputs in 3 pieces, each with a target; 31 in 4, of which the last has both targets.
     assert (facts.too_long, facts.dropped, facts.split, facts.pieces, facts.left_out_pieces) == (2, 0, 2, 4, 3)
     assert (
-        "split as longer than 8 tokens: 2 examples into 4 pieces, each a text of its own; "
-        "3 pieces without a token to learn left out"
+        "split as longer than a row of 8: 2 examples into 4 pieces, each a text of its own, the longest 32 tokens at "
+        "a.jsonl:20; 3 pieces without a token to learn left out, 24 tokens"
     ) in said
+    # 18 texts of 7 tokens, and pieces of 9, 9 and 8, whose first tokens are the last ones before; one of 8 held out.
+    assert (facts.train_tokens, facts.valid_tokens, facts.left_out_tokens) == (18 * 7 + 24, 8, 24)
+    assert (facts.mean_tokens, facts.longest_tokens) == (7.3, 9)
+    assert said[-1].startswith(
+        "data: 19 examples to train on (93 of their 150 tokens are learnt), 1 to validate; 7 tokens a piece on "
+        "average, 9 the longest; "
+    )
+    other = prepare(tokenizer, LONG[::-1], seq_len=8, truncate="split", packing=packing).facts
+    assert (other.train_tokens, other.valid_tokens, other.left_out_tokens) == (8 + 24 + 17 * 7, 7, 24)
     batches = list(itertools.islice(BatchStream(prepared.train, 1, seed=0), prepared.train.num_rows))
     found = np.concatenate([batch.counted_targets() for batch in batches])
     assert sorted(tokenizer.decode(found)) == sorted("xxx" * 18 + "y" * 20)
@@ -148,9 +199,9 @@ def test_too_long_is_split(tokenizer, packing):
 )
 def test_layouts(tokenizer, values, kind):
     records = [{**record, "chosen": "good", "rejected": "bad"} for record in numbered(30)]
-    prepared = prepare(tokenizer, records, **values)
+    prepared = prepare(tokenizer, records, valid_fraction=0.1, **values)
     assert type(prepared.train) is type(prepared.valid) is kind
-    assert prepared.train.tokens.num_documents == 29 * kind.group_size
+    assert prepared.train.tokens.num_documents == 27 * kind.group_size
 
 
 def test_pairs_that_are_too_long(tokenizer):
@@ -179,12 +230,13 @@ def test_the_template_of_the_config_is_the_tokenizer_s(tokenizer):
 def test_a_hint_that_prompts_stay_plain(tokenizer):
     said = []
     prepare(tokenizer, numbered(20), log=said.append)
-    assert any("data.prompt_as: chat puts them into it" in line for line in said)
+    assert any("; prompt_as: chat puts them into it" in line for line in said)
     said.clear()
     prepare(tokenizer, numbered(20), log=said.append, prompt_as="chat")
     assert not any("prompt_as" in line for line in said)
 
 
+ROLES = ("user", "assistant")
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hey"}]}
 
 
@@ -203,6 +255,28 @@ def test_tokens_come_from_the_cache(tokenizer):
     assert not prepare(tokenizer, [CHAT] * 22, format="chat").facts.from_cache
     other = character_tokenizer(tokenizer.chat_template.replace("im_start", "endoftext"))
     assert not prepare(other, [CHAT] * 21, format="chat").facts.from_cache
+
+
+def test_special_tokens_that_are_named_in_messages(tokenizer):
+    def chat(*contents):
+        return {"messages": [{"role": role, "content": content} for role, content in zip(ROLES, contents, strict=True)]}
+
+    parts = [{"type": "text", "text": "what is <|im_end|>?"}]
+    records = [chat("Hi", "Hey"), chat("<|endoftext|><|im_end|>", "a <|im_end|>!"), chat(parts, "<|im_en|>")]
+    line = (
+        "special tokens named in messages: <|im_end|> in 2 examples, <|endoftext|> in 1 example; each name becomes "
+        "that token, not text"
+    )
+    for _ in ("read", "from the cache"):
+        said = []
+        prepare(tokenizer, records, seq_len=200, log=said.append, format="chat")
+        assert [each for each in said if each.startswith("special")] == [line]
+    pairs = [{"prompt": "<|im_end|>", "chosen": "a", "rejected": "b"}] * 2
+    said = []
+    prepare(tokenizer, pairs, log=said.append, format="preference")
+    assert not any(each.startswith("special") for each in said)
+    prepare(tokenizer, pairs, log=said.append, format="preference", prompt_as="chat")
+    assert "special tokens named in messages: <|im_end|> in 2 examples; each name becomes that token, not text" in said
 
 
 def test_what_is_said_of_examples_is_said_from_the_cache_too(tokenizer):

@@ -57,6 +57,8 @@ HEY = CHATML.replace("Hey<|im_end|>", "[Hey<|im_end|>]")
         ("a.json", json.dumps([{"messages": TURNS}] * 2, indent=2)),
         ("list-on-a-line.json", json.dumps([{"messages": TURNS}] * 2)),
         ("lines.json", lines({"messages": TURNS}, {"messages": TURNS})),
+        ("bom.jsonl", "\ufeff" + lines({"messages": TURNS}, {"messages": TURNS})),
+        ("bom.json", "\ufeff" + json.dumps([{"messages": TURNS}] * 2)),
         ("a.jsonl.gz", gzip.compress(lines({"messages": TURNS}, {"messages": TURNS}).encode())),
         ("a.JSON.gz", gzip.compress(json.dumps([{"messages": TURNS}] * 2).encode())),
     ],
@@ -217,6 +219,18 @@ MALFORMED = {
         lines({"q": "a"}),
         {"format": "prompt_completion"},
         "a.jsonl:1: an example must have the field 'prompt' but has 'q'. Name it with data.prompt_field.",
+    ),
+    "of another format": (
+        lines({"prompt": "a", "completion": "b"}),
+        {},
+        "a.jsonl:1: an example must have the field 'messages' but has 'prompt', 'completion'. Set data.format to "
+        "prompt_completion, whose fields are 'completion' and 'prompt'.",
+    ),
+    "of an evaluation": (
+        lines({"question": "a", "choices": ["b"], "answer": 0}),
+        {},
+        "a.jsonl:1: an example must have the field 'messages' but has 'question', 'choices', 'answer'. Questions with "
+        "choices are for forge_mlx.evaluate.",
     ),
     "null field": (lines({"text": None}), {"format": "text"}, "a.jsonl:1: the field 'text' must be text but is null."),
     "messages as text": (

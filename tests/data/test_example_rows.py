@@ -65,7 +65,8 @@ def test_a_long_example_in_pieces():
     """Each piece begins with the last token of the one before it; the piece without a target is no row."""
     tokens = ExampleTokens.of([written([1, 2, 3, 4, 5, 6, 7, 8], "01000001")])
     rows = ExampleRows(tokens, 3)
-    assert (rows.num_rows, rows.num_targets, rows.num_pieces, rows.left_out) == (2, 2, 2, 1)
+    assert (rows.num_rows, rows.num_targets) == (2, 2)
+    assert (rows.piece_lengths.tolist(), rows.left_out.tolist()) == ([3, 1], [3])
     batch = rows.batch(np.arange(2))
     assert batch.inputs.tolist() == [[1, 2, 3], [7, 0, 0]]
     assert batch.targets.tolist() == [[2, 3, 4], [8, 0, 0]]
@@ -161,9 +162,25 @@ def test_rows_are_filled():
     assert (rows.num_rows, rows.num_positions) == (3, 24)
 
 
-def test_fewer_rows_than_a_batch():
-    rows = ExampleRows(ExampleTokens.of(examples([5, 6, 7])), 64)
-    with pytest.raises(
-        ValueError, match=r"must fill one batch, 4 rows of 64 tokens, but .* or set data.packing: false"
-    ):
-        BatchStream(rows, 4, seed=0)
+@pytest.mark.parametrize("kind", [ExampleRows, PaddedRows])
+def test_fewer_rows_than_a_batch(kind):
+    """A batch of 5 of 2 rows holds two epochs and a half; a stream that is restored goes on with the next ones."""
+    tokens = ExampleTokens.of(examples([9, 9]))
+    stream = BatchStream(kind(tokens, 8), 5, seed=0)
+    states, batches, epochs = [], [], []
+    for _ in range(4):
+        states.append(stream.state_dict())
+        batches.append(next(stream))
+        epochs.append(stream.epoch)
+    assert epochs == [2.5, 5, 7.5, 10]
+    inputs = np.concatenate([batch.inputs for batch in batches])
+    assert inputs.shape[0] == 20
+    for epoch in range(10):
+        # Each row once an epoch.
+        found = sorted(row[:8].tolist() for row in inputs[2 * epoch : 2 * epoch + 2])
+        assert found == sorted(tokens.tokens[start : start + 8].tolist() for start in (0, 9))
+    other = BatchStream(kind(tokens, 8), 5, seed=0)
+    for state, batch in zip(states[::-1], batches[::-1], strict=True):
+        other.load_state_dict(state)
+        for ours, theirs in zip(next(other), batch, strict=True):
+            np.testing.assert_array_equal(ours, theirs)

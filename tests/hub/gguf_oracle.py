@@ -21,6 +21,7 @@ _LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 8192,
 }
+_OTHER_LIMITS = {**_LLAMA3, "low_freq_factor": 0.25, "high_freq_factor": 8.0, "original_max_position_embeddings": 32}
 _YARN = {
     **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256},
     "attention_factor": 1.25,
@@ -35,6 +36,7 @@ def _config(name: str, **values):
 CONFIGS = {
     "llama": lambda: _config("Llama", **_SHAPE, rms_norm_eps=1e-4),
     "llama, stretched": lambda: _config("Llama", **_SHAPE, rope_parameters=_LLAMA3, attention_bias=True),
+    "llama, other limits": lambda: _config("Llama", **_SHAPE, rope_parameters=_OTHER_LIMITS),
     "llama, linear": lambda: _config("Llama", **_SHAPE, rope_parameters=_LINEAR, tie_word_embeddings=True),
     "qwen2": lambda: _config("Qwen2", **_SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e5}),
     "qwen3": lambda: _config("Qwen3", **_SHAPE, head_dim=32, rope_parameters=_YARN),

@@ -1,9 +1,11 @@
 """What the config.json of published models says, in our words, and back."""
 
+import importlib
 import json
 
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.families.registry import FAMILIES, describe, family_for
+from forge_mlx.hub.families.rope import write_rope
 from forge_mlx.models.gpt import GPTConfig
 from forge_mlx.models.moe import MoEConfig
 from forge_mlx.models.rope_scaling import RopeScaling
@@ -255,6 +257,20 @@ def test_yarn_s_factor_on_attention(more, factor):
 
 
 @pytest.mark.parametrize(
+    "more",
+    [{}, {"attention_factor": 1.0}, {"attention_factor": 0.4}, {"mscale": 0.707}, {"mscale": 0.7, "mscale_all_dim": 2}],
+    ids=["alone", "1", "small", "one mscale", "both mscales"],
+)
+def test_mlx_lm_computes_the_written_factor_of_yarn(more):
+    config = describe({**PUBLISHED["Qwen3-0.6B"], "rope_scaling": {**YARN, **more}}, "").config
+    written = json.loads(json.dumps(write_rope(config)["rope_scaling"]))
+    theirs = importlib.import_module("mlx_lm.models.rope_utils").initialize_rope(64, 1e4, False, written, 131072)
+    assert theirs.mscale == pytest.approx(config.rope_scaling.rotation_factor, rel=1e-12)
+    again = describe({**PUBLISHED["Qwen3-0.6B"], "rope_scaling": written}, "").config
+    assert again.rope_scaling == config.rope_scaling
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"truncate": False}, "rope_scaling: truncate must be True but got False"),
@@ -266,6 +282,40 @@ def test_yarn_s_factor_on_attention(more, factor):
 def test_what_yarn_cannot_be_here(more, message):
     with pytest.raises(HubError) as caught:
         describe({**PUBLISHED["Qwen3-0.6B"], "rope_scaling": {**YARN, **more}}, "config.json")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "OLMoE-1B-7B"])
+def test_a_size_of_heads_that_config_json_seldom_says(name):
+    values = PUBLISHED[name]
+    share = values["hidden_size"] // values["num_attention_heads"]
+    assert describe({**values, "head_dim": share}, "").config == describe(values, "").config
+    described = describe({**values, "head_dim": 96}, "")
+    assert (described.config.head_size, described.unknown) == (96, [])
+    written = described.family.write_config(described.config)
+    assert written["head_dim"] == 96
+    assert "head_dim" not in described.family.write_config(describe(values, "").config)
+
+
+def test_a_gemma_3_caps_no_scores():
+    described = describe({**PUBLISHED["gemma-3-1b"], "attn_logit_softcapping": 50.0}, "")
+    assert described.config == describe(PUBLISHED["gemma-3-1b"], "").config
+    assert described.unknown == ["attn_logit_softcapping"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("Mixtral-8x7B", {"sliding_window": 1 << 31}, "sliding_window must be at most 2147483647 but has 10 digits"),
+        ("gemma-2-2b", {"hidden_size": 10**400}, "hidden_size must be at most 2147483647 but has 401 digits"),
+        ("gemma-3-1b", {"num_hidden_layers": 10**9}, "the number of layers must be at most 10000 but got 1000000000"),
+        ("Qwen3-30B-A3B", {"mlp_only_layers": [0, "a"]}, "mlp_only_layers must be the first layers but got [0, 'a']"),
+    ],
+    ids=["window", "width", "layers", "layers in words"],
+)
+def test_numbers_that_no_model_has(name, change, message):
+    with pytest.raises(HubError) as caught:
+        describe({**PUBLISHED[name], **change}, "config.json")
     assert message in str(caught.value)
 
 

@@ -7,6 +7,7 @@ from forge_mlx.hub.gguf_write import write_gguf
 from forge_mlx.hub.pretrained import load_pretrained, read_shape, save_pretrained
 from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
+from forge_mlx.models.rope_scaling import RopeScaling, scaled_periods
 from forge_mlx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 import gguf
 from gguf_oracle import CONFIGS, V, published, write_gguf_of
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 TOKENS = np.random.default_rng(5).integers(0, V, (2, 24))
-FAST = ("llama", "gemma3")
+FAST = ("llama", "llama, other limits", "gemma3")
 ARCHITECTURES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 
 
@@ -80,6 +81,33 @@ def test_logits_are_those_of_transformers_and_the_file_is_written_again(tmp_path
         # Gemma's norms lost a bit when 1 was taken away; the factors of a rotation are computed.
         atol = 2e-7 if "norm" in key or key == "rope_freqs.weight" else 0
         np.testing.assert_allclose(tensors[key][2], data, rtol=0, atol=atol, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("factor", "low", "high", "length"),
+    [
+        (8.0, 1.0, 4.0, 8192),
+        (8.0, 1.0, 2.0, 8192),
+        (4.0, 0.5, 3.0, 64),
+        (32.0, 40.0, 41.0, 16),
+        (2.0, 0.001, 0.002, 16),
+    ],
+    ids=["Llama 3.1's", "none between", "some", "all divided", "none divided"],
+)
+def test_any_limits_of_llama_3_s_scaling_are_read_again(tmp_path, factor, low, high, length):
+    scaling = RopeScaling(
+        kind="llama3", factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_seq_len=length
+    )
+    shape = {"vocab_size": V, "num_layers": 1, "hidden_size": 64, "num_heads": 2, "intermediate_size": 32}
+    source = load_gguf(write_gguf_of(tmp_path / "source.gguf", published("llama"), "llama"), log=quiet)
+    model = GPT(GPTConfig(**shape, rope_scaling=scaling), seed=1).eval()
+    write_gguf(tmp_path / "model.gguf", model, source.tokenizer, kind="f32")
+    frequencies = 10000.0 ** -(np.arange(0, 32, 2) / 32)
+    kept = np.clip((length * frequencies / (2 * np.pi) - low) / (high - low), 0, 1)
+    frequencies *= (1 - kept) / factor + kept
+    found = read_shape(tmp_path / "model.gguf")
+    np.testing.assert_allclose(1 / scaled_periods(found.rope_scaling, 32, 10000.0), frequencies, rtol=2e-6)
+    assert_close(logits(load_gguf(tmp_path / "model.gguf", log=quiet).model), logits(model), 1e-5)
 
 
 @pytest.mark.slow

@@ -200,7 +200,11 @@ WRONG_MODELS = {
     "no embedding": ({"tensors": {"token_embd.weight": None}}, r"token_embd\.weight must be there as a matrix"),
     "few rows": ({"tensors": {"token_embd.weight": (100, 64), "output.weight": (100, 64)}}, r"a row for each of 3\d\d"),
     "no tokenizer": ({"tokens": False}, r"the metadata must have tokenizer\.ggml\.model but does not"),
-    "factors of no Llama": ({"tensors": {"rope_freqs.weight": (8,)}}, r"rope_freqs\.weight must be those of Llama 3"),
+    "base": ({"rope.freq_base": 0.0}, r"rope\.freq_base must be greater than 1 but got 0\.0"),
+    "factors of no Llama": (
+        {"tensors": {"rope_freqs.weight": (8,)}},
+        r"rope_freqs\.weight must be those of a scaling as Llama 3",
+    ),
 }
 
 
@@ -241,6 +245,19 @@ def test_values_that_are_not_finite_are_found(tmp_path, value, dtype, name):
         load_gguf(file, dtype=dtype)
 
 
+@pytest.mark.parametrize("scale", [np.nan, np.inf])
+@pytest.mark.parametrize("keep_quantized", [True, False], ids=["codes", "floats"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_scales_that_are_not_finite_are_found(tmp_path, kind, keep_quantized, scale):
+    file = write_model(tmp_path / "model.gguf", kind=kind)
+    found = read_gguf(file).tensors["blk.0.ffn_down.weight"]
+    content = bytearray(file.read_bytes())
+    content[found.start : found.start + 2] = np.float16(scale).tobytes()
+    file.write_bytes(content)
+    with pytest.raises(HubError, match=r"blk\.0\.ffn_down\.weight: the values must be finite in float32 but the lar"):
+        load_gguf(file, dtype=mx.float32, keep_quantized=keep_quantized)
+
+
 def test_no_byte_that_is_cut_or_changed_ends_the_process(tmp_path):
     whole = write_model(tmp_path / "model.gguf").read_bytes()
     end = read_gguf(tmp_path / "model.gguf").tensors["token_embd.weight"].start
@@ -278,6 +295,9 @@ def test_keys_that_are_not_known_are_named_once(tmp_path):
 def test_a_file_that_is_not_there_gives_one_clear_line(tmp_path):
     with pytest.raises(HubError, match=r"none\.gguf: cannot be read: No such file"):
         load_gguf(tmp_path / "none.gguf")
-    with pytest.raises(HubError, match="cannot be read: Is a directory"):
+    with pytest.raises(HubError, match="must be a regular file but is a folder, a pipe or a device"):
         load_gguf(tmp_path)
     assert os.listdir(tmp_path) == []
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(HubError, match=r"pipe\.gguf: must be a regular file but is a folder, a pipe or a device"):
+        load_gguf(tmp_path / "pipe.gguf")

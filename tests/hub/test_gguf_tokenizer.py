@@ -195,6 +195,8 @@ def test_what_llama_cpp_would_cut_otherwise_is_refused():
         tokenizer_keys(changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [split, byte]}), 400)
     with pytest.raises(HubError, match=r"a way that llama\.cpp has a name for but tiny has another"):
         tokenizer_keys(changed(normalizer={"type": "Lowercase"}), 400)
+    with pytest.raises(HubError, match=r"must have merges, without which llama\.cpp opens no byte-level one, but tiny"):
+        tokenizer_keys(changed(model={"merges": []}), 400)
     unigram = Tokenizer.train(CORPUS, kind="unigram", vocab_size=330)
     with pytest.raises(HubError, match="must be a bpe model but got unigram"):
         tokenizer_keys(unigram, 400)

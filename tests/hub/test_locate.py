@@ -161,3 +161,8 @@ def test_what_the_hub_refuses(tmp_path):
     assert ask(tmp_path, endpoint, "owner/name", HF_HUB_OFFLINE="1") == (
         f"{start.format('owner/name')} it is not in the cache of the hub while HF_HUB_OFFLINE is 1."
     )
+
+
+def test_a_name_that_is_too_long_for_a_file():
+    with pytest.raises(HubError, match=r"a+: there is no such file or folder: File name too long\."):
+        locate("a" * 5000)

@@ -1,12 +1,14 @@
 """Folders that are no model, each refused in one clear line; and what looks like a fault and is none."""
 
 import json
+import os
 from pathlib import Path
 import shutil
 import struct
 
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.hub.errors import HubError
+from forge_mlx.hub.json_files import read_object
 from forge_mlx.hub.pretrained import is_pretrained, load_pretrained, read_shape, save_pretrained
 from forge_mlx.models.gpt import GPT, GPTConfig
 import mlx.core as mx
@@ -226,7 +228,59 @@ FAULTS = {
     ),
     "a missing layer": (
         lambda f: edit(f, num_hidden_layers=3),
-        "there are 9 missing: layers.2.input_layernorm.weight; ",
+        "{f}: the number of layers must be that of the tensors, 2, but config.json says 3. Download it again.",
+    ),
+    "mlx-lm's cut of a DeepSeek-V3": (
+        lambda f: tensors(f, **{"model.layers.0.self_attn.embed_q.weight": mx.ones((4, 8, 8))}),
+        "{f}: kv_b_proj must be one matrix but layers.0.self_attn.embed_q.weight is a part of it, as mlx-lm's conv",
+    ),
+    "layers without end": (
+        lambda f: edit(f, num_hidden_layers=10**9),
+        "{c}: the number of layers must be at most 10000 but got 1000000000.",
+    ),
+    "layers that would take minutes": (
+        lambda f: edit(f, num_hidden_layers=9000),
+        "{f}: the number of layers must be that of the tensors, 2, but config.json says 9000. Download it again.",
+    ),
+    "a width that MLX has not": (
+        lambda f: edit(f, hidden_size=1 << 60, head_dim=16),
+        "{c}: hidden_size must be at most 2147483647 but has 19 digits.",
+    ),
+    "a width that no tensor has": (
+        lambda f: edit(f, intermediate_size=1 << 30),
+        "{f}: intermediate_size must be that of the tensors, whose longest axis has 61, but config.json says 1073741",
+    ),
+    "heads that no tensor has": (
+        lambda f: edit(f, head_dim=1 << 30),
+        "{f}: num_heads times head_dim must be that of the tensors, whose longest axis has 61, but config.json says 4",
+    ),
+    "a length that no float holds": (
+        lambda f: edit(f, rope_scaling={"rope_type": "linear", "factor": 10**400}),
+        "{c}: rope_scaling: factor must be a number of a model but is too large for one.",
+    ),
+    "model_type in a list": (
+        lambda f: edit(f, model_type=["llama"]),
+        "{c}: model_type must be among llama, qwen3, qwen2, mistral, gemma3_text, gemma2, gpt2, mixtral, qwen3_moe, ",
+    ),
+    "end tokens in words": (
+        lambda f: edit(f, "generation_config.json", eos_token_id=[2, "x"]),
+        "{f}/generation_config.json: eos_token_id must be the id of a token, or a list of ids, but got [2, 'x'].",
+    ),
+    "weights of a pipe": (
+        lambda f: ((f / WEIGHTS).unlink(), os.mkfifo(f / WEIGHTS)),
+        "{w}: must be a regular file but is a folder, a pipe or a device.",
+    ),
+    "a dtype in a list": (
+        lambda f: raw(f, {"a": {**entry(0, 8), "dtype": ["F32"]}}, bytes(8)),
+        "{w}: a must be of a dtype among BOOL",
+    ),
+    "an index of a long name": (
+        lambda f: shard(f, lambda places: places.update(x=f"{'a' * 5000}.safetensors")),
+        "... must be a file of it but: File name too long.",
+    ),
+    "weights that are a link to themselves": (
+        lambda f: ((f / WEIGHTS).unlink(), (f / WEIGHTS).symlink_to(WEIGHTS)),
+        "{f}: must hold model.safetensors or model.safetensors.index.json but has model.safetensors.",
     ),
     "layers left over": (
         lambda f: edit(f, num_hidden_layers=1),
@@ -316,6 +370,20 @@ def test_keys_that_nobody_knows_are_named_once(folder):
     lines = []
     load_pretrained(folder, log=lines.append)
     assert lines == [f"{folder / 'config.json'}: 2 keys are not known and not used: glitter, sparkle"]
+
+
+def test_a_quantization_without_codes_is_said(folder):
+    edit(folder, quantization={"bits": 4, "group_size": 32})
+    lines = []
+    opened = load_pretrained(folder, log=lines.append)
+    assert lines == [f"{folder}: config.json has a quantization but no layer has codes: the weights are read as floats"]
+    assert mx.array_equal(opened.model(TOKENS), GPT(CONFIG, seed=3).eval()(TOKENS))
+
+
+def test_a_pipe_is_no_json(tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(HubError, match=r"pipe\.json: must be a regular file but is a folder, a pipe or a device\."):
+        read_object(tmp_path / "pipe.json")
 
 
 def test_buffers_and_a_copied_head_are_no_weights(folder):

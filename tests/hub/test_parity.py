@@ -141,6 +141,68 @@ def test_what_we_save_opens_in_both(tmp_path, name, with_source):
         )
 
 
+SPECIAL = {
+    "size of heads": ("qwen2", {"head_dim": 20}),
+    "capped scores": ("gemma3_text", {"attn_logit_softcapping": 2.0}),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_keys_that_a_family_seldom_has(tmp_path, name):
+    family, change = SPECIAL[name]
+    theirs = published(family, **change)
+    lines = []
+    opened = load_pretrained(save(theirs, tmp_path / "one"), log=lines.append)
+    assert_close(opened.model(mx.array(TOKENS)), their_logits(theirs))
+    said = "1 keys are not known and not used: attn_logit_softcapping" if name == "capped scores" else None
+    assert [line.partition(": ")[2] for line in lines] == ([] if said is None else [said])
+    for folder, source in (("with", opened.config), ("without", None)):
+        save_pretrained(tmp_path / folder, opened.model, opened.tokenizer, source=source, log=[].append)
+        again = hugging_face().AutoModelForCausalLM.from_pretrained(tmp_path / folder, attn_implementation="eager")
+        assert_close(their_logits(again.eval()), their_logits(theirs), 1e-6)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "left_out"),
+    [
+        ({**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, ()),
+        ({**YARN, "mscale": 0.7}, ()),
+        ({**YARN, "attention_factor": 1.3, "beta_fast": 16.0}, ()),
+        (YARN, ("original_max_position_embeddings",)),
+    ],
+    ids=["both mscales", "one mscale", "said", "no length"],
+)
+@pytest.mark.parametrize("keys", [4, 5], ids=["transformers 4", "transformers 5"])
+def test_yarn_is_saved_in_words_that_both_read(tmp_path, scaling, left_out, keys):
+    theirs = published("llama", rope_parameters={**scaling, "rope_theta": 1e4})
+    folder = save(theirs, tmp_path / "one")
+    if keys == 4:
+        as_transformers_4(folder)
+        config = json.loads((folder / "config.json").read_text())
+        for key in left_out:
+            del config["rope_scaling"][key]
+        (folder / "config.json").write_text(json.dumps(config))
+        theirs = hugging_face().AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    opened = load_pretrained(folder, log=quiet)
+    save_pretrained(tmp_path / "ours", opened.model, opened.tokenizer, source=opened.config, log=quiet)
+    again = hugging_face().AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    expected = their_logits(theirs)
+    assert_close(their_logits(again.eval()), expected, 1e-6)
+    assert_close(opened.model(mx.array(TOKENS)), expected)
+    assert_close(mlx_lm_logits(tmp_path / "ours", TOKENS), expected)
+
+
+def test_what_mlx_lm_cannot_be_told_of_yarn_is_said(tmp_path):
+    scaling = {**YARN, "factor": 1.0, "attention_factor": 1.3, "rope_theta": 1e4}
+    opened = load_pretrained(save(published("llama", rope_parameters=scaling), tmp_path / "one"), log=quiet)
+    lines = []
+    save_pretrained(tmp_path / "ours", opened.model, opened.tokenizer, source=opened.config, log=lines.append)
+    assert lines == ["mlx-lm 0.32 does not read rope_scaling.attention_factor of a llama: there it computes without"]
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
 def test_sixteen_bits(tmp_path, name, dtype):

@@ -91,13 +91,17 @@ IGNORES_WINDOWS = {"mistral", "qwen2", "qwen3", "gemma2", "dots1"}
 """Families whose sliding windows mlx-lm does not read."""
 
 
-def published(name: str):
+def published(name: str, **changes):
     """transformers' model of a family: matrices that matter, norms and biases that are not what they start as.
+
+    `changes` are keys of its config.
 
     Biases that steer a router are not negative: mlx-lm gives experts of groups that are out a score of 0.
     """
     torch.manual_seed(7)
     config = CONFIGS[name]()
+    if changes:
+        config = type(config).from_dict({**config.to_dict(), **changes})
     model = hugging_face().AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     if hasattr(config, "num_experts_per_tok"):
         model.config._experts_implementation = "eager"

@@ -162,6 +162,22 @@ def test_metrics_are_sums_over_the_pairs_that_count():
     assert 0 < dpo.metrics.accuracy.item() < 5
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_pair_that_does_not_count_gives_no_gradient(value):
+    logs, counts = pairs(4)
+    weights = np.array([1, 0.5, 0, 1, 2, 0, 1], np.float32)
+    given = [np.where(weights == 0, np.float32(value), each) for each in logs]
+    cases = [(dpo_loss, torch_dpo, given, logs, [], each) for each in DPO]
+    cases.append((orpo_loss, torch_orpo, given[:2], logs[:2], counts, {"orpo_lambda": 0.4}))
+    for loss, formula, arrays, clean, rest, options in cases:
+        got, found = ours(loss, arrays, rest, weights, **options)
+        want, gradients = with_gradients(formula, clean, rest, weights, **options)
+        close(got.item(), want)
+        for each, expected in zip(found, gradients, strict=True):
+            assert (np.asarray(each)[weights == 0] == 0).all()
+            close(each, expected)
+
+
 def test_nothing_goes_to_the_reference_or_through_the_metrics():
     logs, _ = pairs(2)
 

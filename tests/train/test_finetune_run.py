@@ -1,5 +1,6 @@
 """Fine-tuning runs from a checkpoint to a folder that others open, by every method."""
 
+import importlib
 import json
 from pathlib import Path
 import shutil
@@ -68,7 +69,7 @@ def test_a_run_learns_and_leaves_what_mlx_lm_opens(name, tmp_path):
         # mlx-lm has no such base in a folder, and makes the same codes of the float one itself.
         peer, _ = mlx_lm.load(base)
         nn.quantize(peer, **config.model.quantize.model_dump(include={"group_size", "bits"}))
-        peer = mlx_lm.tuner.utils.load_adapters(peer, str(final))
+        peer = importlib.import_module("mlx_lm.tuner.utils").load_adapters(peer, str(final))
     else:
         peer, _ = mlx_lm.load(base, adapter_path=str(final)) if is_adapter else mlx_lm.load(str(final))
     peer.eval()

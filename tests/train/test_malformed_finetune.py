@@ -167,7 +167,7 @@ TRAINING: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
     "half a surrogate pair": (lines(r'{"messages": "\ud800"}'), (), r"chat\.jsonl:3: .*lone surrogate"),
     "an empty file": (file("chat.jsonl", b""), (), r"source must hold examples but its 1 file \(chat\.jsonl\)"),
     "a file of blank lines": (file("chat.jsonl", b"\n\n \n"), (), r"source must hold examples but its 1 file"),
-    "one example": (file("chat.jsonl", json.dumps({"messages": TALK}).encode()), (), r"at least 5 examples.*holds 1"),
+    "one example": (file("chat.jsonl", json.dumps({"messages": TALK}).encode()), (), r"at least 2 examples.*holds 1"),
     "a binary file": (file("chat.jsonl", bytes(range(256)) * 4), (), r"chat\.jsonl:1: .*4 more are malformed"),
     "a damaged gzip file": (
         file("chat.jsonl.gz", gzip.compress(b'{"messages": []}\n' * 99)[:40]),
@@ -178,7 +178,11 @@ TRAINING: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
     "a file of another kind": (file("chat.csv", b"a,b\n"), ("data.source=chat.csv",), r"end in .*but got chat\.csv"),
     "no such file": (nothing, ("data.source=chats.jsonl",), r"chats\.jsonl"),
     "a pattern that fits no file": (nothing, ("data.source=*.ndjson",), r"\*\.ndjson"),
-    "validation on what is trained on": (nothing, ("data.valid_paths=chat.jsonl",), r"valid_paths .*1 are in both"),
+    "validation on some of what is trained on": (
+        nothing,
+        ("data.valid_paths=[chat.jsonl,prompt_completion.jsonl]",),
+        r"valid_paths .*1 are in both",
+    ),
     "an example that is too long": (
         chat(TALK[0], {"role": "assistant", "content": "y" * 200}),
         (),
@@ -221,6 +225,16 @@ TRAINING: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
     "weights cut short": (cut(WEIGHTS, 20_000), (), r"base/model\.safetensors: must end with"),
     "a tensor that is missing": (tensors(**{f"model.{Q_PROJ}": None}), (), rf"base: .*1 missing: {re.escape(Q_PROJ)}"),
     "a tensor too many": (tensors(**{"model.extra.weight": mx.ones(3)}), (), r"base: .*extra\.weight"),
+    "a tensor that is not finite": (
+        tensors(**{f"model.{Q_PROJ}": mx.full((64, 64), float("nan"))}),
+        (),
+        rf"model\.path must be .* finite weights but {re.escape(Q_PROJ)} of base has NaN or infinity\. Take an intact",
+    ),
+    "a tensor that float16 does not hold": (
+        tensors(**{f"model.{Q_PROJ}": mx.full((64, 64), 7e4), "model.norm.weight": mx.full((64,), float("inf"))}),
+        ("run.dtype=float16",),
+        r"proj\.weight and 1 more tensor .*or another run\.dtype: float16 ends at 65,504",
+    ),
     "a tensor of another shape": (
         tensors(**{f"model.{Q_PROJ}": mx.ones((64, 32))}),
         (),
@@ -373,6 +387,12 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], Spoil, tuple[str, ...], st
         adapters_without_config,
         ("base", "--prompt", "hi", *ADAPTER),
         r"adapters: must be a folder of adapters but has no adapter_config\.json",
+    ),
+    "a run in place of its adapters": (
+        generate.main,
+        nothing,
+        ("base", "--prompt", "hi", "--adapter", "run"),
+        r"run: must be a folder of adapters .* Those of this run are in run/final\.",
     ),
     "adapters without their base": (
         generate.main,

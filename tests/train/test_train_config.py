@@ -305,7 +305,8 @@ def test_an_empty_section_has_its_defaults():
     assert config.data.tokenizer.vocab_size == 2048
     assert error(text="run:\n  dir: x\ndata:\n  source: stdlib\nmodel:\ntrain:\n").splitlines()[1:] == [
         "  c.yaml:6: train.steps: is required but missing. (optimizer updates)",
-        "  c.yaml:6: train.batch_size: is required but missing. (rows in one forward and backward pass)",
+        "  c.yaml:6: train.batch_size: is required but missing. (rows in one forward and backward pass; of preference "
+        "pairs)",
         "  c.yaml:6: train.seq_len: is required but missing. (tokens in a row)",
     ]
 

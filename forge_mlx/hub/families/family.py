@@ -182,6 +182,9 @@ def resolve(config: DecoderConfig) -> dict[str, Any]:
         values["rope_local_base"] = config.rope_base
     if config.rope_scaling is not None:
         values["rope_scaling"]["attention_factor"] = config.rope_scaling.rotation_factor
+    if len(layers) == config.num_layers and config.rope_local_base is not None:
+        # No layer is left for the other base.
+        values |= {"rope_base": config.rope_local_base, "rope_scale": 1.0, "rope_scaling": None}
     if config.position != "learned":
         # Nothing is computed with it.
         del values["max_seq_len"]

@@ -15,9 +15,9 @@ def read_head_dim(keys: Keys) -> dict[str, Any]:
     Raises:
         HubError: A size is no integer of 0 or more.
     """
-    size = keys.take("head_dim")
-    is_share = size is None or size * keys.count("num_attention_heads") == keys.count("hidden_size")
-    return {} if is_share else {"head_dim": size}
+    size = keys.count("head_dim", 0)
+    is_share = size * keys.count("num_attention_heads") == keys.count("hidden_size")
+    return {} if is_share or not size else {"head_dim": size}
 
 
 def write_head_dim(config: DecoderConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def _read(keys: Keys) -> dict[str, Any]:
     fields = {**read_rope(keys, 10000.0), "num_experts": keys.count("num_experts", experts)}
     keys.only("decoder_sparse_step", 1)
     dense = keys.take("mlp_only_layers") or []
-    if not isinstance(dense, list) or sorted(dense) != list(range(len(dense))):
+    if not isinstance(dense, list) or any(layer not in dense for layer in range(len(dense))):
         raise HubError(f"{keys.where}: mlp_only_layers must be the first layers but got {dense!r}.")
     width = keys.take("intermediate_size")
     window = keys.take("sliding_window")
