@@ -7,20 +7,22 @@ kind    fields
 ======  =============================================================================================
 setup   facts of one start: corpus (sizes, gzip_bits_per_byte ...), packing (kind, rows, fill: the share of
         their positions that are targets; how many documents were cut, into how many pieces), parameters,
-        trained_parameters (where they are not all), active_parameters (those that a token meets in an MoE), total_steps, tokens_per_step, device, dtype, blas,
-        and the version of each package by its name; qat: with quantisation-aware training mode, bits, group_size,
+        trained_parameters (where they are not all), active_parameters (those that a token meets in an MoE),
+        total_steps, tokens_per_step, device, dtype, blas, and the version of each package by its name; qat: with
+        quantisation-aware training mode, bits, group_size,
         granularity (of all modules but those of overrides), start_step, end_step, modules (how many) ...
 train   loss (nats a token, or a pair), bits_per_byte (not of pairs), lr (AdamW's), grad_norm (before clipping),
         tokens_per_second, tokens (so far), peak_memory (bytes); moe: see below
-eval    loss, bits_per_byte, tokens (evaluated), of pairs as below, final (whether training was over); with quantisation-aware
-        training fake_quant (whether the weights were fake-quantised), and after a run that ended with them
-        deployed: loss of the converted model, trained_loss of the one in training, tokens (of both)
+eval    loss, bits_per_byte, tokens (evaluated), of pairs as below, final (whether training was over); with
+        quantisation-aware training fake_quant (whether the weights were fake-quantised), and after a run that ended
+        with them deployed: loss of the converted model, trained_loss of the one in training, tokens (of both)
 sample  prompt, text; of examples expected (what the data have there)
 event   message
 ======  =============================================================================================
 
-Of preference pairs ``train`` and ``eval`` have ``pairs`` (how many), ``accuracy`` (the share whose chosen answer has the
-greater reward), ``chosen_reward``, ``rejected_reward`` (means) and ``margin`` (their difference) instead of bits per byte.
+Of preference pairs ``train`` and ``eval`` have ``pairs`` (how many), ``accuracy`` (the share whose chosen answer has
+the greater reward), ``chosen_reward``, ``rejected_reward`` (means) and ``margin`` (their difference) instead of bits
+per byte.
 
 ``moe`` says what the L MoE layers, of E experts each, did in the steps since the training record before it:
 

@@ -90,7 +90,7 @@ def test_pairs_have_their_share_their_margin_and_their_rewards(tmp_path):
     assert ("preferred", "87.5 %", "of 8 pairs, margin +15.00") in headline_figures(run)
     text = page(run)
     titles = (
-        "loss, nats a pair",
+        "loss a pair",
         "share of pairs preferred",
         "reward margin, chosen less rejected",
         "rewards in train",
