@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from forge_mlx.data.prepare_examples import ExampleFacts
 from forge_mlx.train.banner import log_device, log_model, log_path, setup_facts
@@ -11,14 +10,21 @@ from forge_mlx.train.checkpoint import remove_old
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.device import Placement, choose_placement
 from forge_mlx.train.folder import RunFolder, RunFolderError
-from forge_mlx.train.metrics import MetricsLog, Record, read_metrics
+from forge_mlx.train.metrics import MetricsLog
 from forge_mlx.train.outcome import Interrupted, NonFiniteLoss, Outcome, TrainingStopped, finished_outcome
 from forge_mlx.train.progress import Progress
-from forge_mlx.train.prompts import Prompt
+from forge_mlx.train.records import (
+    enter_phase,
+    eval_line,
+    evaluate_deployed,
+    log_missing_samples,
+    log_samples,
+    log_window,
+    phase_fields,
+)
 from forge_mlx.train.report import load_run, write_loss_plot, write_report
 from forge_mlx.train.signals import StopRequested, StopSignals
 from forge_mlx.train.trainer import Trainer
-from forge_mlx.train.window import Window
 from forge_mlx.train.work import begin_work
 import mlx.core as mx
 
@@ -145,8 +151,8 @@ def _run_loop(trainer: Trainer, metrics: MetricsLog, bar: Progress, stop: StopSi
     recent = deque[tuple[int, float]](maxlen=20)
     if trainer.step == 0 and trainer.work.source is not None:
         # What the checkpoint says before it is trained, for the report to stand beside what it says after.
-        _log_samples(trainer, metrics, bar.line)
-    _enter_phase(trainer, metrics, bar.line)
+        log_samples(trainer, metrics, bar.line)
+    enter_phase(trainer, metrics, bar.line)
     while trainer.step < loop.steps:
         tokens_before, seconds_before = trainer.tokens, trainer.window.seconds
         norm, rate = trainer.train_step()
@@ -163,14 +169,14 @@ def _run_loop(trainer: Trainer, metrics: MetricsLog, bar: Progress, stop: StopSi
             lr=rate,
         )
         if _due(step, loop.log_every) or last:
-            _log_window(trainer, metrics, norm, rate)
-        _enter_phase(trainer, metrics, bar.line)
+            log_window(trainer, metrics, norm, rate)
+        enter_phase(trainer, metrics, bar.line)
         if _due(step, loop.eval_every) and not last:
             result = trainer.evaluate(loop.eval_tokens)
-            metrics.log("eval", step, time=trainer.seconds, final=False, **result, **_phase_fields(trainer))
-            bar.line(_eval_line(step, result))
+            metrics.log("eval", step, time=trainer.seconds, final=False, **result, **phase_fields(trainer))
+            bar.line(eval_line(step, result))
         if _due(step, loop.sample_every) and not last:
-            _log_samples(trainer, metrics, bar.line)
+            log_samples(trainer, metrics, bar.line)
         if _due(step, loop.checkpoint_every) or last or stop.received is not None:
             trainer.save()
         if stop.received is not None:
@@ -182,61 +188,18 @@ def _run_loop(trainer: Trainer, metrics: MetricsLog, bar: Progress, stop: StopSi
             )
 
 
-def _log_window(trainer: Trainer, metrics: MetricsLog, norm: float, rate: float) -> None:
-    """Write the training record and start the next window."""
-    window = trainer.window
-    routing = trainer.routing_fields()
-    metrics.log(
-        "train",
-        trainer.step,
-        time=trainer.seconds,
-        loss=window.loss,
-        **trainer.measured(window),
-        lr=rate,
-        grad_norm=norm,
-        tokens=trainer.tokens,
-        tokens_per_second=window.tokens / window.seconds,
-        peak_memory=mx.get_peak_memory(),
-        **({"moe": routing} if routing else {}),
-    )
-    trainer.window = Window()
-
-
-def _log_samples(trainer: Trainer, metrics: MetricsLog, say: Log) -> None:
-    """Write what the model says now; the screen shows the first."""
-    samples = trainer.samples()
-    for prompt, text in samples:
-        metrics.log("sample", trainer.step, time=trainer.seconds, **_sample_fields(prompt, text))
-    say(f"step {trainer.step}: sample: {samples[0][1]!r}")
-
-
-def _enter_phase(trainer: Trainer, metrics: MetricsLog, say: Log) -> None:
-    """Begin or end fake quantisation where its step has come; the log says so."""
-    if notice := trainer.enter_phase():
-        metrics.log("event", trainer.step, time=trainer.seconds, message=notice)
-        say(f"step {trainer.step}: {notice}")
-
-
-def _phase_fields(trainer: Trainer) -> dict[str, Any]:
-    return {} if trainer.config.qat is None else {"fake_quant": trainer.fake_quant}
-
-
 def _finish(trainer: Trainer, metrics: MetricsLog, log: Log) -> Outcome:
     """Last evaluation and sample, the final model."""
     loop, step = trainer.config.train, trainer.step
-    _enter_phase(trainer, metrics, log)
+    enter_phase(trainer, metrics, log)
     log("last evaluation ...")
     result = trainer.evaluate(loop.final_eval_tokens)
     samples = trainer.samples()
     trainer.save_final()
-    # A start that was killed while it wrote these has written some already.
-    written = [r["prompt"] for r in read_metrics(trainer.folder.metrics_file, log) if _is_sample_of(r, step)]
-    for prompt, text in samples:
-        if prompt.text not in written:
-            metrics.log("sample", step, time=trainer.seconds, **_sample_fields(prompt, text))
-    deployed = _evaluate_deployed(trainer, metrics, log)
-    metrics.log("eval", step, time=trainer.seconds, final=True, **result, **_phase_fields(trainer), **deployed)
-    log(_eval_line(step, result) + f" ({int(result['tokens']):,} tokens)")
+    log_missing_samples(trainer, metrics, samples, log)
+    deployed = evaluate_deployed(trainer, metrics, log)
+    metrics.log("eval", step, time=trainer.seconds, final=True, **result, **phase_fields(trainer), **deployed)
+    log(eval_line(step, result) + f" ({int(result['tokens']):,} tokens)")
     prompt, text = samples[0]
     facts = trainer.work.facts
     return Outcome(
@@ -248,25 +211,6 @@ def _finish(trainer: Trainer, metrics: MetricsLog, log: Log) -> Outcome:
         trainer.folder.path,
         isinstance(facts, ExampleFacts) and facts.in_chat,
     )
-
-
-def _evaluate_deployed(trainer: Trainer, metrics: MetricsLog, log: Log) -> dict[str, Any]:
-    """The field of the last record about the codes in final/; nothing without them."""
-    try:
-        deployed = trainer.deployed_evaluation()
-    except RuntimeError as error:
-        # MLX has not every quantised product on every device; the codes are written, and the run is whole.
-        message = f"deployed: final/ holds the codes, but MLX cannot compute with them here: {error}"
-        metrics.log("event", trainer.step, time=trainer.seconds, message=message)
-        log(message)
-        return {}
-    if deployed is None:
-        return {}
-    log(
-        f"deployed: the codes in final/ give a loss of {deployed['loss']:.6f} where the model in training gives "
-        f"{deployed['trained_loss']:.6f} (the first {deployed['tokens']:,} validation tokens)"
-    )
-    return {"deployed": deployed}
 
 
 def _restore(trainer: Trainer, changed: list[str]) -> list[str]:
@@ -300,25 +244,8 @@ def _say_finished(folder: RunFolder, changed: list[str], log: Log) -> None:
         _write_pictures(folder.path, log)
 
 
-def _sample_fields(prompt: Prompt, text: str) -> dict[str, str]:
-    expected = {} if prompt.expected is None else {"expected": prompt.expected}
-    return {"prompt": prompt.text, "text": text, **expected}
-
-
-def _is_sample_of(record: Record, step: int) -> bool:
-    return bool(record["kind"] == "sample" and record["step"] == step)
-
-
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _eval_line(step: int, result: dict[str, float]) -> str:
-    if "accuracy" in result:
-        said = f"the chosen answer preferred in {100 * result['accuracy']:.1f} % of {int(result['pairs']):,} pairs"
-    else:
-        said = f"{result['bits_per_byte']:.4f} bits per byte"
-    return f"step {step}: validation loss {result['loss']:.4f}, {said}"
 
 
 def _what_is_kept(trainer: Trainer) -> str:
