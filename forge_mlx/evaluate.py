@@ -236,6 +236,8 @@ def _evaluate(options: argparse.Namespace) -> None:
     data = _find_data(options)
     # What is wrong with them shows before a model is loaded.
     questions = read_questions(data.files) if data.format == "choices" else []
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        raise ValueError(f"--json must name a file in a folder that exists but got {options.json}.")
     opened = open_model(options.model, adapter=options.adapter, log=to_stderr)
     to_stderr(f"[{opened.source}]")
     found = _measure_choices(opened, questions, options) if questions else _measure_texts(opened, data, options)

@@ -19,7 +19,7 @@ from forge_mlx.models.adapters import adapted_layers
 from forge_mlx.models.dequantize import dequantize_layers
 from forge_mlx.models.gpt import GPT
 from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
-from forge_mlx.nn.coded import holds_codes
+from forge_mlx.nn.coded import coded_layers
 from forge_mlx.nn.quantized import QUANTIZABLE
 from forge_mlx.opened_model import OpenedModel, open_model
 import mlx.core as mx
@@ -85,7 +85,7 @@ def _open(options: argparse.Namespace) -> OpenedModel:
     """The model with its adapters merged, and as floats where that is asked for."""
     opened = open_model(options.model, adapter=options.adapter, keep_dtype=True, log=to_stderr)
     model = opened.model
-    coded = _coded_layers(model)
+    coded = coded_layers(model)
     if options.dequantize and not coded:
         raise ValueError(f"--dequantize needs a quantised model but {opened.source} has no codes. Leave it out.")
     if adapted_layers(model):
@@ -93,10 +93,6 @@ def _open(options: argparse.Namespace) -> OpenedModel:
     elif options.dequantize:
         dequantize_layers(model, opened.stored_dtype or _float_dtype(model))
     return opened
-
-
-def _coded_layers(model: GPT) -> list[str]:
-    return sorted(name for name, module in model.named_modules() if holds_codes(module))
 
 
 def _float_dtype(model: GPT) -> mx.Dtype:
@@ -108,7 +104,7 @@ def _float_dtype(model: GPT) -> mx.Dtype:
 def _quantize(model: GPT, bits: int, group_size: int | None) -> None:
     """Put the matrices of a float model in codes; those whose rows are no whole groups stay as they are."""
     options = checked_options("export", "affine", bits, group_size, None)
-    if coded := _coded_layers(model):
+    if coded := coded_layers(model):
         raise ValueError(
             f"--quantize needs a float model but {coded[0]} and {len(coded) - 1} more are codes already. Leave it out, "
             "or add --dequantize."

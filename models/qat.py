@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 from forge_mlx.models.qat_config import LayerQuantization, QATConfig, QATOverride
 from forge_mlx.models.qat_patterns import chosen_formats
 from forge_mlx.models.replace import replace_each, replace_layer
-from forge_mlx.nn.coded import holds_codes
+from forge_mlx.nn.coded import coded_layers
 from forge_mlx.nn.embedding import Embedding
 from forge_mlx.nn.expert_linear import ExpertLinear
 from forge_mlx.nn.fake_quant import (
@@ -189,8 +189,7 @@ def _check_arguments(model: nn.Module, config: object) -> None:
         raise ValueError(
             "[prepare_qat] model must be without fake quantisation but is prepared already. Prepare it once."
         )
-    found = sorted(name for name, module in model.named_modules() if holds_codes(module))
-    if found:
+    if found := coded_layers(model):
         raise ValueError(
             f"[prepare_qat] model must hold floats but {found[0] or 'it'} holds codes: it is converted already. "
             "Prepare the model that they were made of."

@@ -73,6 +73,15 @@ def coded_shape(layer: nn.Module) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] * 32 // layer.bits)
 
 
+def coded_layers(model: nn.Module) -> list[str]:
+    """The names of the layers that hold codes, in order.
+
+    Args:
+        model: Any module; layers of `mlx.nn.quantize` count too.
+    """
+    return sorted(name for name, module in model.named_modules() if holds_codes(module))
+
+
 def named_shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     """The parameters' names and shapes as they are without codes: of layers of codes, the weight they stand for.
 

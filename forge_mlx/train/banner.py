@@ -60,7 +60,7 @@ def log_device(placement: Placement, log: Callable[[str], None]) -> None:
 
 def log_path(trainer: Trainer, log: Callable[[str], None]) -> None:
     """Say how a run computes attention, and what stands in its rows."""
-    kind: Packing = "documents" if trainer.separates_texts else "concat"
+    kind: Packing = "documents" if trainer.separates_texts or isinstance(trainer.model, MoE) else "concat"
     log(f"attention: {attention_text(trainer.config, trainer.model.config, trainer.placement, kind)}")
     log(f"packing: {_PACKING[False] if trainer.rows.packing == 'padded' else describe_packing(trainer.config)}")
 

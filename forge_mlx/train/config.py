@@ -209,7 +209,7 @@ class TrainConfig(Section):
 
     @property
     def isolates_texts(self) -> bool:
-        """Whether rows hold several texts of which none sees another."""
+        """Whether rows may hold several texts of which none sees another."""
         if isinstance(self.data, DataConfig):
             return self.data.packing == "documents"
         return self.data.packing and not self.trains_pairs

@@ -18,8 +18,8 @@ _MLP_ARRAYS = {"swiglu": 5, "geglu": 6, "geglu_tanh": 6, "gelu": 4, "gelu_tanh":
 # Of attention through blocks of queries, measured: how many arrays of a block's scores its backward pass holds at a
 # time, and how many of the heads' width each layer keeps beside what any attention does, and the layer in hand takes.
 _BLOCK_ARRAYS = 2
-_LAYER_HEADS = 3
-_BACKWARD_HEADS = 11
+_LAYER_HEADS = 2
+_BACKWARD_HEADS = 9
 
 # How many arrays of the MLP's width the backward pass of the layer in hand takes; measured.
 _MLP_GRADIENTS = 2

@@ -56,9 +56,10 @@ def corpus_prompt(
     limit = shape.max_seq_len
     first = [tokenizer.end_id] if config.isolates_texts else []
     prompt = tokenizer.encode(config.train.sample_prompt)
+    what = "model.max_seq_len" if isinstance(config.model, DecoderConfig) else "the model's longest sequence"
     if prompt and len(first) + len(prompt) >= limit:
         raise ValueError(
-            f"train.sample_prompt must be shorter than model.max_seq_len, {limit} tokens, but has "
+            f"train.sample_prompt must be shorter than {what}, {limit} tokens, but has "
             f"{len(first) + len(prompt)}{' with the end token before it' if first else ''}. Shorten it."
         )
     if prompt:

@@ -55,7 +55,7 @@ class Trainer:
         fake_quant: whether the forward pass sees quantised weights now.
 
     Raises:
-        ValueError: the data is shorter than a batch.
+        ValueError: a corpus is shorter than a batch.
     """
 
     def __init__(self, work: Work, placement: Placement, folder: RunFolder) -> None:

@@ -21,7 +21,7 @@ from forge_mlx.models.gpt import GPT
 from forge_mlx.models.qat import convert_qat, prepare_qat, set_fake_quant
 from forge_mlx.models.registry import build_model
 from forge_mlx.nn.adapted_base import weight_shape
-from forge_mlx.nn.coded import holds_codes
+from forge_mlx.nn.coded import coded_layers
 from forge_mlx.train.config import TrainConfig, shape_problems
 from forge_mlx.train.device import Placement
 from forge_mlx.train.folder import RunFolder
@@ -73,8 +73,8 @@ def begin_work(config: TrainConfig, placement: Placement, log: Log) -> Work:
         log: takes a line for people.
 
     Raises:
-        ValueError: the checkpoint cannot be read or does not fit the config, the data are missing, malformed or shorter
-            than a batch, or the sample's prompt leaves no room for a sample.
+        ValueError: the checkpoint cannot be read or does not fit the config, the data are missing or malformed, or the
+            sample's prompt leaves no room for a sample.
         OSError: the cache's folder cannot be written.
     """
     if isinstance(config.model, PretrainedConfig):
@@ -222,11 +222,11 @@ def make_trainable(config: TrainConfig, model: GPT) -> None:
     assert isinstance(config.model, PretrainedConfig)
     if config.adapter is not None:
         add_adapters(model, config.adapter, seed=config.run.seed, qat=config.qat)
-    elif coded := _coded_layers(model):
+    elif coded := coded_layers(model):
         raise ValueError(
-            f"model.path must be a checkpoint of floats without adapter, but {coded[0]} and {len(coded) - 1} other "
-            f"layers of {config.model.path} are quantised: codes cannot be trained. Add a section adapter, or set "
-            "model.dequantize: true."
+            f"model.path must be a checkpoint of floats without adapter, but {coded[0]} and "
+            f"{count(len(coded) - 1, 'other layer')} of {config.model.path} are quantised: codes cannot be trained. "
+            "Add a section adapter, or set model.dequantize: true."
         )
     elif config.qat is not None:
         prepare_qat(model, config.qat)
@@ -247,7 +247,7 @@ def _prepare_base(base: PretrainedConfig, model: GPT, dtype: mx.Dtype) -> None:
     Raises:
         ValueError: there are no codes to make floats of, or the model is quantised already.
     """
-    coded = _coded_layers(model)
+    coded = coded_layers(model)
     if base.dequantize and not coded:
         raise ValueError(f"model.dequantize must be false with {base.path}, which is not quantised. Remove it.")
     if base.dequantize:
@@ -259,12 +259,3 @@ def _prepare_base(base: PretrainedConfig, model: GPT, dtype: mx.Dtype) -> None:
                 "model.dequantize: true."
             )
         convert_qat(prepare_qat(model, base.quantize.as_qat()))
-
-
-def _coded_layers(model: GPT) -> list[str]:
-    """The names of the layers that hold codes.
-
-    Args:
-        model: any model.
-    """
-    return sorted(name for name, module in model.named_modules() if holds_codes(module))
