@@ -19,7 +19,7 @@ _MLP_ARRAYS = {"swiglu": 5, "geglu": 6, "geglu_tanh": 6, "gelu": 4, "gelu_tanh":
 # time, and how many of the heads' width each layer keeps beside what any attention does, and the layer in hand takes.
 _BLOCK_ARRAYS = 2
 _LAYER_HEADS = 2
-_BACKWARD_HEADS = 9
+_BACKWARD_HEADS = 8
 
 # How many arrays of the MLP's width the backward pass of the layer in hand takes; measured.
 _MLP_GRADIENTS = 2
