@@ -70,7 +70,7 @@ def test_says_what_would_be_trained(tmp_path):
     assert facts[3] == f"FLOPs:         {flops:.3g} a step, {flops * 450:.3g} in all"
     assert facts[4].startswith("memory:        about ")
     assert facts[5] == "               weights 13.8 MB, gradients 13.8 MB, optimizer 13.8 MB,"
-    assert facts[6].startswith("               activations 156.8 MB, logits 15.7 MB")
+    assert facts[6].startswith("               activations 147.3 MB, logits 15.7 MB")
     assert facts[7] == f"run folder:    {tmp_path / 'run'}"
 
 
