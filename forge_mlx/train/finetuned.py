@@ -1,6 +1,5 @@
 """The models of fine-tuning runs, read back: adapters on their base, or a checkpoint of what was trained."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +19,8 @@ from forge_mlx.train.device import recorded_placement
 from forge_mlx.train.folder import RunFolder
 from forge_mlx.train.kept_weights import put_back
 from forge_mlx.train.load import load_config
-from forge_mlx.train.work import load_base, make_trainable
+from forge_mlx.train.work import Log, load_base, make_trainable
 import mlx.core as mx
-
-Log = Callable[[str], None]
 
 
 def adapted_model(run: RunFolder, adapters: Path, keep_dtype: bool, log: Log) -> Pretrained:

@@ -1,7 +1,6 @@
 """The training run, top to bottom: ``train(config)``."""
 
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 from forge_mlx.data.prepare_examples import ExampleFacts
@@ -25,12 +24,10 @@ from forge_mlx.train.records import (
 from forge_mlx.train.report import load_run, write_loss_plot, write_report
 from forge_mlx.train.signals import StopRequested, StopSignals
 from forge_mlx.train.trainer import Trainer
-from forge_mlx.train.work import begin_work
+from forge_mlx.train.work import Log, begin_work
 import mlx.core as mx
 
 __all__ = ["Interrupted", "NonFiniteLoss", "Outcome", "TrainingStopped", "train"]
-
-Log = Callable[[str], None]
 
 
 def train(config: TrainConfig, log: Log = print) -> Outcome:

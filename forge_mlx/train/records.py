@@ -1,15 +1,13 @@
 """What a run writes of its trainer: training records, samples, phases, the loss as deployed."""
 
-from collections.abc import Callable
 from typing import Any
 
 from forge_mlx.train.metrics import MetricsLog, read_metrics
 from forge_mlx.train.prompts import Prompt
 from forge_mlx.train.trainer import Trainer
 from forge_mlx.train.window import Window
+from forge_mlx.train.work import Log
 import mlx.core as mx
-
-Log = Callable[[str], None]
 
 
 def log_window(trainer: Trainer, metrics: MetricsLog, norm: float, rate: float) -> None:
