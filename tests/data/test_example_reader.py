@@ -49,6 +49,11 @@ def masked(tokenizer, encoded):
 HEY = CHATML.replace("Hey<|im_end|>", "[Hey<|im_end|>]")
 
 
+def gzipped(text):
+    # No time in the header: the bytes are in the tests' names, which must be the same in each of pytest's workers.
+    return gzip.compress(text.encode(), mtime=0)
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -59,8 +64,8 @@ HEY = CHATML.replace("Hey<|im_end|>", "[Hey<|im_end|>]")
         ("lines.json", lines({"messages": TURNS}, {"messages": TURNS})),
         ("bom.jsonl", "\ufeff" + lines({"messages": TURNS}, {"messages": TURNS})),
         ("bom.json", "\ufeff" + json.dumps([{"messages": TURNS}] * 2)),
-        ("a.jsonl.gz", gzip.compress(lines({"messages": TURNS}, {"messages": TURNS}).encode())),
-        ("a.JSON.gz", gzip.compress(json.dumps([{"messages": TURNS}] * 2).encode())),
+        ("a.jsonl.gz", gzipped(lines({"messages": TURNS}, {"messages": TURNS}))),
+        ("a.JSON.gz", gzipped(json.dumps([{"messages": TURNS}] * 2))),
     ],
 )
 def test_kinds_of_files(tokenizer, tmp_path, name, content):
@@ -357,7 +362,7 @@ def test_what_is_malformed_gives_one_line(tokenizer, tmp_path, name):
         ("g.json", "{", "g.json:1: each line must be one JSON object"),
         ("h.json", b'[{"messages": "\xff"}]', "h.json: must be UTF-8 but is not"),
         ("i.parquet", b"PAR1", "i.parquet must be an intact Parquet file but reading it failed"),
-        ("j.jsonl.gz", gzip.compress(b"{}" * 99)[:20], "j.jsonl.gz must be an intact gzip file"),
+        ("j.jsonl.gz", gzipped("{}" * 99)[:20], "j.jsonl.gz must be an intact gzip file"),
         ("k.parquet.gz", b"", "must not be in gzip but got k.parquet.gz"),
         ("l.csv", "a,b", "a file of examples must end in .jsonl, .ndjson, .json, .parquet .* but got l.csv"),
     ],
