@@ -9,7 +9,7 @@ from typing import Final
 from forge_mlx._console import to_stderr
 from forge_mlx.data.chat import render_prompt
 from forge_mlx.data.hub_tokenizer import HubTokenizer
-from forge_mlx.data.tokenizer import StreamDecoder
+from forge_mlx.data.stream_decoder import StreamDecoder
 from forge_mlx.models.gpt import GPT
 from forge_mlx.nn.kv_cache import KVCache
 from forge_mlx.sampling import Sampler, generate_tokens

@@ -19,7 +19,7 @@ from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.evaluation.choices import Question, encode_choices, read_questions, score_choices
 from forge_mlx.evaluation.likelihood import encode_texts, likelihood, read_texts
 from forge_mlx.evaluation.rows import Row
-from forge_mlx.opened_model import OpenedModel, open_model, run_config
+from forge_mlx.opened_model import OpenedModel, add_model_arguments, open_model, run_config
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -61,13 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m forge_mlx.evaluate", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=HelpFormatter
     )
-    parser.add_argument(
-        "model",
-        help="a run's folder, a model folder such as RUN/final, a checkpoint of a run; a folder in Hugging Face's or "
-        "mlx-lm's layout, a .gguf file, or a model's name on the Hugging Face Hub",
-    )
+    add_model_arguments(parser, adapter="adapters to put on the model (default: none)")
     parser.add_argument("data", nargs="+", help="files, folders and globs")
-    parser.add_argument("--adapter", type=Path, metavar="FOLDER", help="adapters to put on the model (default: none)")
     parser.add_argument("--format", choices=_FORMATS, help="what the data are (default: as the first record looks)")
     parser.add_argument(
         "--text-field",

@@ -21,7 +21,7 @@ from forge_mlx.models.gpt import GPT
 from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
 from forge_mlx.nn.coded import coded_layers
 from forge_mlx.nn.quantized import QUANTIZABLE
-from forge_mlx.opened_model import OpenedModel, open_model
+from forge_mlx.opened_model import OpenedModel, add_model_arguments, open_model
 import mlx.core as mx
 
 _DESCRIPTION: Final = """\
@@ -44,17 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m forge_mlx.export", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=HelpFormatter
     )
-    parser.add_argument(
-        "model",
-        help="a run's folder (its final model, else its newest checkpoint), a model folder such as RUN/final, a "
-        "checkpoint; a folder in Hugging Face's or mlx-lm's layout, a .gguf file, or a model's name on the hub",
-    )
+    add_model_arguments(parser, adapter="adapters to merge into it (default: the run's)")
     parser.add_argument(
         "out",
         type=Path,
         help="the folder to write, which must be new or empty; with --gguf the file, which must be new",
     )
-    parser.add_argument("--adapter", type=Path, metavar="FOLDER", help="adapters to merge into it (default: the run's)")
     parser.add_argument(
         "--quantize",
         type=int,

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 import sys
 from typing import Any, Final
 
@@ -10,8 +9,8 @@ from forge_mlx._console import HelpFormatter, run_command, to_stderr
 from forge_mlx._text import visible_controls
 from forge_mlx.chat import Conversation, answer_once, converse
 from forge_mlx.data.hub_tokenizer import HubTokenizer
-from forge_mlx.data.tokenizer import StreamDecoder
-from forge_mlx.opened_model import OpenedModel, open_model
+from forge_mlx.data.stream_decoder import StreamDecoder
+from forge_mlx.opened_model import OpenedModel, add_model_arguments, open_model
 from forge_mlx.sampling import Sampler, generate_tokens
 
 _TEXT_TOKENS: Final = 200
@@ -111,12 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument(
-        "model",
-        help="a run's folder, a model folder such as RUN/final, a checkpoint of a run; a folder in Hugging Face's or "
-        "mlx-lm's layout, a .gguf file, or a model's name on the Hugging Face Hub",
-    )
-    parser.add_argument("--adapter", type=Path, metavar="FOLDER", help="adapters to put on the model (default: none)")
+    add_model_arguments(parser, adapter="adapters to put on the model (default: none)")
     parser.add_argument(
         "--prompt",
         help="text to continue (default: the start of a document; a model of few documents needs a prompt); with "

@@ -1,5 +1,6 @@
 """Opening a model for the commands: a run, one of its checkpoints, or a model folder of any kind."""
 
+import argparse
 from collections.abc import Callable
 import json
 from pathlib import Path
@@ -52,6 +53,22 @@ class OpenedModel(NamedTuple):
         if isinstance(self.tokenizer, HubTokenizer):
             return self.tokenizer.begin_ids
         return [self.tokenizer.end_id] if self.begins_with_end else []
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *, adapter: str) -> None:
+    """Give a command the arguments `model` and `--adapter`, which `open_model` takes.
+
+    Args:
+        parser: the command's; changed in place.
+        adapter: what the command does with adapters, for its help.
+    """
+    parser.add_argument(
+        "model",
+        help="a run's folder (its final model, else its newest checkpoint), a model folder such as RUN/final, a "
+        "checkpoint of a run; a folder in Hugging Face's or mlx-lm's layout, a .gguf file, or a model's name on the "
+        "Hugging Face Hub",
+    )
+    parser.add_argument("--adapter", type=Path, metavar="FOLDER", help=adapter)
 
 
 def open_model(
@@ -157,7 +174,7 @@ def _open_adapters(run: RunFolder, folder: Path, keep_dtype: bool, log: Callable
         raise ModelFolderError(
             f"{folder}: holds adapters and not the model that they are for. Give that, and this folder as --adapter."
         )
-    loaded = adapted_model(run, folder, keep_dtype, log)
+    loaded = adapted_model(run, load_config(run.config_file), folder, keep_dtype, log)
     return _published(loaded, folder, loaded.stored_dtype)
 
 
@@ -166,7 +183,7 @@ def _open_checkpoint(run: RunFolder, checkpoint: Path, keep_dtype: bool, log: Ca
     config = load_config(run.config_file)
     quantised = config.qat is not None and fake_quant_enabled(config.qat, _step_of(checkpoint))
     if isinstance(config.model, PretrainedConfig):
-        loaded = trained_model(run, load_checkpoint(checkpoint), keep_dtype, log)
+        loaded = trained_model(run, config, load_checkpoint(checkpoint), keep_dtype, log)
         # Training saw the codes with their scales as they are.
         return _published(loaded, checkpoint, None if quantised else loaded.stored_dtype)
     # The weights are replaced at once, whatever it is built from.

@@ -3,13 +3,14 @@
 from typing import Final
 
 from forge_mlx.models.decoder_config import DecoderConfig
+from forge_mlx.models.rope_scaling import scaled_periods
 from forge_mlx.nn.latent_attention import LatentAttention, impossible_heads
 from pydantic import Field, model_validator
 
 _SIZES: Final = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _OF_ORDINARY_ATTENTION: Final = (
     *("num_kv_heads", "head_dim", "bias", "attention_bias", "qk_norm"),
-    *("sliding_window", "attention_softcap", "attention_sinks", "attention_scale", "rope_scaling", "norm_offset"),
+    *("sliding_window", "attention_softcap", "attention_sinks", "norm_offset"),
 )
 
 
@@ -34,6 +35,12 @@ class LatentConfig(DecoderConfig):
         description="Elements of a query or key that rotate; for kv_lora_rank. Both together at most 256.",
     )
     v_head_dim: int | None = Field(None, ge=1, description="Size of a head of values, at most 256; for kv_lora_rank.")
+    latent_norm_eps: float | None = Field(
+        None,
+        gt=0,
+        description="Added to the mean square in the norms over latents, 1e-6 in DeepSeek-V3; null: norm_eps. For "
+        "kv_lora_rank.",
+    )
 
     @property
     def divides_width(self) -> bool:
@@ -57,10 +64,16 @@ class LatentConfig(DecoderConfig):
         """Sizes of a head of queries and keys, and of a head of values."""
         return self.head_size, self.head_size if self.kv_lora_rank is None else self.v_head_dim or 0
 
+    @property
+    def latent_eps(self) -> float:
+        """Added to the mean square in the norms over latents, the default filled in."""
+        return self.norm_eps if self.latent_norm_eps is None else self.latent_norm_eps
+
     @model_validator(mode="after")
     def _check_latent(self) -> "LatentConfig":
         if self.kv_lora_rank is None:
-            unused = [name for name in ("q_lora_rank", *_SIZES) if getattr(self, name) is not None]
+            options = ("q_lora_rank", *_SIZES, "latent_norm_eps")
+            unused = [name for name in options if getattr(self, name) is not None]
             if unused:
                 raise ValueError(
                     f"{' and '.join(unused)} must be null without kv_lora_rank: ordinary attention takes head_dim. "
@@ -95,6 +108,7 @@ def latent_attention_of(config: LatentConfig) -> LatentAttention:
         config: The model's config, with kv_lora_rank.
     """
     assert config.kv_lora_rank is not None
+    scaling = config.rope_scaling
     return LatentAttention(
         config.hidden_size,
         num_heads=config.num_heads,
@@ -103,8 +117,11 @@ def latent_attention_of(config: LatentConfig) -> LatentAttention:
         qk_nope_head_dim=config.head_size - config.rotary_size,
         qk_rope_head_dim=config.rotary_size,
         v_head_dim=config.attention_sizes[1],
+        scale=config.score_scale,
         rope_base=config.rope_base,
         rope_scale=config.rope_scale,
-        norm_eps=config.norm_eps,
+        rope_periods=None if scaling is None else scaled_periods(scaling, config.rotary_size, config.rope_base),
+        rope_factor=1.0 if scaling is None else scaling.rotation_factor,
+        norm_eps=config.latent_eps,
         norm_weight=config.norm_weight,
     )

@@ -45,7 +45,7 @@ class RopeScaling(Section):
         """Factor on rotated queries and on rotated keys, the default filled in."""
         if self.kind == "llama3":
             return 1.0
-        return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
+        return yarn_growth(self.factor) if self.attention_factor is None else self.attention_factor
 
     @model_validator(mode="after")
     def _check_kind(self) -> "RopeScaling":
@@ -69,6 +69,16 @@ class RopeScaling(Section):
                 "them."
             )
         return self
+
+
+def yarn_growth(factor: float, mscale: float = 1.0) -> float:
+    """0.1 mscale ln(factor) + 1, YaRN's factor on queries and on keys of a context that is `factor` times as long.
+
+    Args:
+        factor: How many times longer the context becomes, 1 or more.
+        mscale: How much of that growth there is.
+    """
+    return 0.1 * mscale * math.log(factor) + 1
 
 
 def scaled_periods(scaling: RopeScaling, size: int, base: float) -> NDArray[np.float32]:

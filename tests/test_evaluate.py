@@ -336,7 +336,7 @@ def test_malformed_questions_are_named(tmp_path, command, line, message):
     (error,) = err.splitlines()
     assert f"{file}:2: " in error
     assert message in error
-    assert error.endswith(f" 1 more are malformed ({file}:5).")
+    assert error.endswith(f" 1 more is malformed ({file}:5).")
 
 
 @pytest.mark.parametrize(("answer", "number"), [(1, 1), ("b", 1), ("A", 0), ("B", 1), ("c", 0), ("red", 2)], ids=str)

@@ -1,7 +1,6 @@
 from functools import partial
 import json
 
-from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.export import main
 from forge_mlx.hub.adapter_files import save_adapters
 from forge_mlx.hub.native import save_model
@@ -14,14 +13,14 @@ from forge_mlx.opened_model import open_model
 import mlx.core as mx
 import numpy as np
 import pytest
+from tiny_bpe import tiny_bpe
 
 SHAPE = {"vocab_size": 300, "num_layers": 1, "hidden_size": 64, "num_heads": 2, "max_seq_len": 32}
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    text = "".join(f"def f_{i}(x):\n    return x + {i}\n" for i in range(200))
-    return Tokenizer.train([text], kind="bpe", vocab_size=300)
+    return tiny_bpe()
 
 
 @pytest.fixture

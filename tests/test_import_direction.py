@@ -41,7 +41,7 @@ ALLOWED = {
     "adapter": {"hub", "models", "_"},
 }
 # The command of a part may know more than the part itself.
-COMMANDS = {"forge_mlx.data.__main__": {"hub"}}
+COMMANDS = {"forge_mlx.data.__main__": {"hub", "models", "train"}}
 # A kernel can be taken out and used in any MLX model.
 FEW_DEPENDENCIES = {"metal": {"mlx", "numpy"}, "kernels": {"mlx", "numpy"}}
 # What only an extra brings: the import's name -> the one part that may import it, and the distribution's name.

@@ -5,7 +5,8 @@ from forge_mlx.data.cache import TokenFile
 from forge_mlx.data.config import DataConfig, TokenizerConfig
 from forge_mlx.data.prepare import DataFacts, PreparedData, prepare
 from forge_mlx.data.stream import BatchStream, eval_batches, training_rows, validation_rows
-from forge_mlx.data.tokenizer import StreamDecoder, Tokenizer
+from forge_mlx.data.stream_decoder import StreamDecoder
+from forge_mlx.data.tokenizer import Tokenizer
 
 __all__ = [
     "Batch",

@@ -1,25 +1,25 @@
-"""The command ``python -m forge_mlx.data preview CONFIG_OR_FILE``."""
+"""The command ``python -m forge_mlx.data preview CONFIG_OR_FILE [section.key=value ...]``."""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 import sys
-from typing import Any, get_args
+from typing import get_args
 
-from forge_mlx._console import run_command
+from forge_mlx._console import HelpFormatter, run_command
 from forge_mlx.data.example_config import ExampleConfig, Format
 from forge_mlx.data.example_files import suffixes_of, told_format
 from forge_mlx.data.example_reader import read_examples, with_template
 from forge_mlx.data.files import list_paths
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.data.preview import Preview
-from forge_mlx.hub.gguf_file import read_gguf
-from forge_mlx.hub.gguf_tokenizer import read_tokenizer
-from forge_mlx.hub.locate import locate
-from pydantic import ValidationError
+from forge_mlx.hub.pretrained import read_shape, read_tokenizer
+from forge_mlx.models.decoder_config import DecoderConfig
+from forge_mlx.train.config import TrainConfig, require_fitting_shape
+from forge_mlx.train.examples import begin_examples
+from forge_mlx.train.load import load_config, make_config
+from forge_mlx.train.pretrained_config import PretrainedConfig
 from rich.console import Console
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 _SEQ_LEN = 512
 _FORMATS: tuple[Format, ...] = get_args(Format)
@@ -32,10 +32,16 @@ def _parser() -> argparse.ArgumentParser:
         "preview",
         help="print examples as a model sees them, with what is learnt in colour",
         description="Print examples as a model sees them, with what is learnt in colour, their counts, and how they "
-        "fill rows. Reads all of them, and says what is malformed.",
-        epilog="Example: python -m forge_mlx.data preview chats.jsonl --tokenizer SmolLM2-135M-Instruct",
+        "fill rows. Reads all of them, and says what is malformed and what keeps training from starting on them.",
+        epilog="examples:\n"
+        "  python -m forge_mlx.data preview mine.yaml data.truncate=drop train.seq_len=512\n"
+        "  python -m forge_mlx.data preview chats.jsonl --tokenizer HuggingFaceTB/SmolLM2-135M-Instruct",
+        formatter_class=HelpFormatter,
     )
     preview.add_argument("source", type=Path, help="a training config (YAML), or a file or folder of examples")
+    preview.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="values that replace the config's, as in training"
+    )
     preview.add_argument(
         "--tokenizer", metavar="MODEL", help="the model whose tokenizer and chat template to use; default: the config's"
     )
@@ -56,42 +62,83 @@ def _positive(text: str) -> int:
 
 
 def _preview(options: argparse.Namespace) -> None:
-    values = _of_yaml(options.source) if options.source.suffix in (".yaml", ".yml") else {}
-    config = _example_config(options, values)
-    model = options.tokenizer or _entry(values, "model", "path")
-    if not isinstance(model, str):
-        raise ValueError("[preview] a tokenizer is needed. Name the model whose it is with --tokenizer.")
-    seq_len = options.seq_len or _entry(values, "train", "seq_len") or _SEQ_LEN
+    config, shape = _config_of(options)
+    base, data = config.model, config.data
+    assert isinstance(base, PretrainedConfig)
+    assert isinstance(data, ExampleConfig)
     console = Console(highlight=False)
-    tokenizer = with_template(config, _tokenizer_of(model, _entry(values, "model", "revision")))
-    found = read_examples(config, tokenizer, log=lambda line: console.print(line, markup=False), hold_out=False)
+
+    def log(line: str) -> None:
+        console.print(line, markup=False)
+
+    tokenizer = read_tokenizer(base.path, shape, revision=base.revision, log=log)
+    templated = with_template(data, tokenizer)
+    found = read_examples(data, templated, log=log, hold_out=False)
     items = found.train + found.valid
-    preview = Preview(console, tokenizer, config, seq_len, options.tokens)
+    preview = Preview(console, templated, data, config.train.seq_len, options.tokens)
     preview.legend()
     if not options.packed:
         preview.examples(items, options.number)
     preview.counts(items)
     preview.rows(items, options.number, contents=options.packed)
+    preview.verdict(*_verdict(config, tokenizer, shape))
 
 
-def _example_config(options: argparse.Namespace, values: dict[str, Any]) -> ExampleConfig:
-    if not values:
-        example_format = options.format or _format_of(str(options.source))
-        # JSON mode reads what a command line gives; the file is taken as it is.
-        return ExampleConfig.model_validate({"format": example_format, "source": [str(options.source)]})
-    data = _entry(values, "data")
-    if not isinstance(data, dict) or "format" not in data:
-        raise ValueError(
-            f"{options.source}: data.format must say what an example is: {', '.join(_FORMATS)}. A corpus without "
-            "examples has no mask to look at."
-        )
+def _verdict(config: TrainConfig, tokenizer: HubTokenizer, shape: DecoderConfig) -> tuple[list[str], list[str]]:
+    """Why training would not start on the examples, and what it would say of them. They are in the cache by now."""
+    refusals, lines = [], []
     try:
-        return ExampleConfig.model_validate({**data, **({"format": options.format} if options.format else {})})
-    except ValidationError as error:
-        first, *others = error.errors(include_url=False)
-        key = ".".join(map(str, ("data", *first["loc"])))
-        more = f" ({len(others)} more problems)" if others else ""
-        raise ValueError(f"{options.source}: {key}: {first['msg']}{more}") from error
+        require_fitting_shape(config, shape)
+    except ValueError as error:
+        refusals.append(str(error))
+    try:
+        examples = begin_examples(config, tokenizer, shape, lambda _: None)
+        lines = examples.lines
+        config.total_steps(examples.prepared.train.num_rows)
+    except ValueError as error:
+        refusals.append(str(error))
+    return refusals, lines
+
+
+def _config_of(options: argparse.Namespace) -> tuple[TrainConfig, DecoderConfig]:
+    """What would be trained, and the shape of its model."""
+    source, overrides = options.source, _overrides(options)
+    if source.suffix in (".yaml", ".yml"):
+        config = load_config(source, overrides)
+        if not isinstance(config.data, ExampleConfig):
+            raise ValueError(
+                f"{source}: data.format must say what an example is: {', '.join(_FORMATS)}. A corpus without "
+                "examples has no mask to look at."
+            )
+        return config, _shape_of(config)
+    named = {override.partition("=")[0] for override in overrides}
+    if "model.path" not in named:
+        raise ValueError("[preview] a tokenizer is needed. Name the model whose it is with --tokenizer.")
+    if "data.format" not in named:
+        overrides.append(f"data.format={_format_of(str(source))}")
+    values = {
+        "run": {"dir": "."},
+        "data": {"source": [str(source)]},
+        "train": {"steps": 1, "batch_size": 1, "seq_len": _SEQ_LEN},
+    }
+    config = make_config(values, overrides, source)
+    shape = _shape_of(config)
+    if "train.seq_len" in named:
+        return config, shape
+    longest = min(_SEQ_LEN, shape.max_seq_len)
+    return config.model_copy(update={"train": config.train.model_copy(update={"seq_len": longest})}), shape
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    """What the command line says of the config, options first."""
+    given = {"model.path": options.tokenizer, "data.format": options.format, "train.seq_len": options.seq_len}
+    return [*(f"{key}={value}" for key, value in given.items() if value is not None), *options.overrides]
+
+
+def _shape_of(config: TrainConfig) -> DecoderConfig:
+    assert isinstance(config.model, PretrainedConfig)
+    # What of the file is not used is no matter of its data.
+    return read_shape(config.model.path, revision=config.model.revision, log=lambda _: None)
 
 
 def _format_of(source: str) -> str:
@@ -105,31 +152,14 @@ def _format_of(source: str) -> str:
     return told.format
 
 
-def _of_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
-        raise ValueError(f"{path}: must be a readable YAML file but: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: must hold a config with a section `data`.")
-    return values
-
-
-def _entry(values: dict[str, Any], *keys: str) -> Any:
-    found: Any = values
-    for key in keys:
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
-
-
-def _tokenizer_of(model: str, revision: str | None) -> HubTokenizer:
-    found = locate(model, revision=revision)
-    return read_tokenizer(read_gguf(found)) if found.suffix == ".gguf" else HubTokenizer.load(found)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0 done, 2 bad input."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    # Options may stand between the overrides, which argparse then leaves.
+    options, rest = parser.parse_known_args(arguments)
+    if strange := [each for each in rest if each.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    options.overrides += rest
     return run_command(lambda: _preview(options))
 
 

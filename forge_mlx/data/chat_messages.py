@@ -1,9 +1,9 @@
 """What a conversation must look like before a chat template gets it."""
 
 from collections.abc import Mapping, Sequence
-import json
 from typing import Any
 
+from forge_mlx._text import short_json
 from forge_mlx.data.chat_template import ChatTemplate
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -20,7 +20,7 @@ def checked_messages(messages: object, template: ChatTemplate) -> list[dict[str,
         ValueError: a message is malformed; the error names its place.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ValueError(f"[chat] messages must be a list of at least one message but got {_short(messages)}.")
+        raise ValueError(f"[chat] messages must be a list of at least one message but got {short_json(messages)}.")
     return [_checked(message, f"messages[{at}]", template) for at, message in enumerate(messages)]
 
 
@@ -45,12 +45,12 @@ def require_answer(messages: Sequence[Mapping[str, Any]]) -> None:
 
 def _checked(message: object, where: str, template: ChatTemplate) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise ValueError(f"[chat] {where} must be an object with role and content but got {_short(message)}.")
+        raise ValueError(f"[chat] {where} must be an object with role and content but got {short_json(message)}.")
     role = message.get("role")
     if not isinstance(role, str) or (role not in ROLES and role not in template.literals):
         raise ValueError(
             f"[chat] {where}.role must be one that the chat template knows, such as system, user or assistant, but "
-            f"{'is missing' if role is None else f'got {_short(role)}'}."
+            f"{'is missing' if role is None else f'got {short_json(role)}'}."
         )
     checked = {**message}
     calls = message.get("tool_calls")
@@ -67,14 +67,14 @@ def _text(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise ValueError(f"[chat] {where} must be a text or a list of text parts but got {_short(content)}.")
+        raise ValueError(f"[chat] {where} must be a text or a list of text parts but got {short_json(content)}.")
     texts: list[str] = []
     for at, part in enumerate(content):
         text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
         if not isinstance(text, str):
             raise ValueError(
-                f'[chat] {where}[{at}] must be a text part, {{"type": "text", "text": ...}}, but got {_short(part)}. '
-                "Only text can be learnt."
+                f'[chat] {where}[{at}] must be a text part, {{"type": "text", "text": ...}}, but got '
+                f"{short_json(part)}. Only text can be learnt."
             )
         texts.append(text)
     return "".join(texts)
@@ -82,16 +82,11 @@ def _text(content: object, where: str) -> str:
 
 def _require_calls(calls: object, where: str) -> None:
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise ValueError(f"[chat] {where} must be a list of calls but got {_short(calls)}.")
+        raise ValueError(f"[chat] {where} must be a list of calls but got {short_json(calls)}.")
     for at, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(
                 f'[chat] {where}[{at}] must be {{"function": {{"name": ..., "arguments": ...}}}} but got '
-                f"{_short(call)}."
+                f"{short_json(call)}."
             )
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= 80 else f"{text[:77]}..."

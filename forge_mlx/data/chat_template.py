@@ -5,7 +5,9 @@ import functools
 import traceback
 from typing import Any, NamedTuple
 
-from forge_mlx.data.template_sandbox import MAX_LENGTH, TemplateEnvironment
+from forge_mlx._text import one_line
+from forge_mlx.data.template_bounds import MAX_LENGTH
+from forge_mlx.data.template_sandbox import TemplateEnvironment
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 
@@ -141,7 +143,7 @@ def _failure(error: Exception) -> ValueError:
     """One line that says where in the template, and what."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
     where = f" in line {lines[-1]}" if lines and lines[-1] else ""
-    message = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    message = one_line(error)
     if isinstance(error, SecurityError):
         return ValueError(
             f"[chat_template] the chat template must keep to messages and text but{where} it does not: {message}. "

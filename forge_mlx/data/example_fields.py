@@ -5,8 +5,9 @@ import difflib
 import json
 from typing import Any, NamedTuple, TypeAlias
 
+from forge_mlx._text import short_json
 from forge_mlx.data.example_config import ExampleConfig
-from forge_mlx.data.example_files import format_of
+from forge_mlx.data.example_files import field_names, format_of
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -22,7 +23,6 @@ _SHAREGPT_ROLES = {
     "system": "system",
     "tool": "tool",
 }
-_LONGEST_VALUE = 60
 
 
 class Chat(NamedTuple):
@@ -94,7 +94,7 @@ def _chat(fields: dict[str, Any], config: ExampleConfig) -> tuple[Chat, str | No
 
 def _messages(value: object, name: str) -> list[Message]:
     if not isinstance(value, list):
-        raise ValueError(f"the field {name!r} must be a list of messages but is {_shown(value)}.")
+        raise ValueError(f"the field {name!r} must be a list of messages but is {short_json(value)}.")
     if not value:
         raise ValueError(f"the field {name!r} must hold at least one message but is empty.")
     return [_message(each, f"{name}[{index}]") for index, each in enumerate(value)]
@@ -102,12 +102,12 @@ def _messages(value: object, name: str) -> list[Message]:
 
 def _message(value: object, where: str) -> Message:
     if not isinstance(value, dict):
-        raise ValueError(f"{where} must be an object with role and content but is {_shown(value)}.")
+        raise ValueError(f"{where} must be an object with role and content but is {short_json(value)}.")
     if "role" in value or "from" not in value:
         return value
     role = value["from"]
     if role not in _SHAREGPT_ROLES:
-        raise ValueError(f"{where} must be from {', '.join(_SHAREGPT_ROLES)} but is from {_shown(role)}.")
+        raise ValueError(f"{where} must be from {', '.join(_SHAREGPT_ROLES)} but is from {short_json(role)}.")
     if "value" not in value:
         raise ValueError(f"{where} must have a value but has {', '.join(map(repr, value))}.")
     return {"role": _SHAREGPT_ROLES[role], "content": value["value"]}
@@ -121,7 +121,7 @@ def _tools(value: object) -> list[Any] | None:
         except json.JSONDecodeError as error:
             raise ValueError(f"the field 'tools' must be a list, or one as JSON text, but {error}.") from error
     if value is not None and not isinstance(value, list):
-        raise ValueError(f"the field 'tools' must be a list but is {_shown(value)}.")
+        raise ValueError(f"the field 'tools' must be a list but is {short_json(value)}.")
     return value or None
 
 
@@ -129,9 +129,9 @@ def _alpaca(fields: dict[str, Any], config: ExampleConfig) -> Chat | Completion:
     parts = [fields["instruction"], fields.get("input") or ""]
     for name, part in zip(("instruction", "input"), parts, strict=True):
         if not isinstance(part, str):
-            raise ValueError(f"the field {name!r} must be text but is {_shown(part)}.")
+            raise ValueError(f"the field {name!r} must be text but is {short_json(part)}.")
     if "output" not in fields:
-        raise ValueError(f"an example with an 'instruction' must have an 'output' but has {_names(fields)}.")
+        raise ValueError(f"an example with an 'instruction' must have an 'output' but has {field_names(fields)}.")
     prompt = "\n\n".join(filter(None, parts))
     separator = "\n\n" if config.prompt_as == "text" else ""
     return _answered(prompt + separator, fields["output"], "instruction", "output", config)
@@ -146,7 +146,7 @@ def _answered(
     elif isinstance(prompt, str):
         before = [{"role": "user", "content": prompt}]
     else:
-        raise ValueError(f"the field {prompt_name!r} must be text or a list of messages but is {_shown(prompt)}.")
+        raise ValueError(f"the field {prompt_name!r} must be text or a list of messages but is {short_json(prompt)}.")
     if isinstance(answer, list):
         last = _messages(answer, answer_name)
         if len(last) > 1:
@@ -156,7 +156,7 @@ def _answered(
             )
         return Chat([*before, *last], only_last=True)
     if not isinstance(answer, str):
-        raise ValueError(f"the field {answer_name!r} must be text or a list of messages but is {_shown(answer)}.")
+        raise ValueError(f"the field {answer_name!r} must be text or a list of messages but is {short_json(answer)}.")
     if not answer.strip():
         raise ValueError(f"the field {answer_name!r} must not be empty: there would be nothing to learn.")
     if isinstance(prompt, str) and config.prompt_as == "text":
@@ -169,11 +169,13 @@ def _pair(fields: dict[str, Any], config: ExampleConfig) -> Pair:
     names = config.chosen_field, config.rejected_field
     if type(chosen) is not type(rejected):
         raise ValueError(
-            f"the fields {names[0]!r} and {names[1]!r} must be of one kind but are {_shown(chosen)} and "
-            f"{_shown(rejected)}."
+            f"the fields {names[0]!r} and {names[1]!r} must be of one kind but are {short_json(chosen)} and "
+            f"{short_json(rejected)}."
         )
     if chosen == rejected:
-        raise ValueError(f"the fields {names[0]!r} and {names[1]!r} must differ but are the same: {_shown(chosen)}.")
+        raise ValueError(
+            f"the fields {names[0]!r} and {names[1]!r} must differ but are the same: {short_json(chosen)}."
+        )
     answers = (chosen, rejected)
     if any(isinstance(answer, list) and len(answer) > 1 for answer in answers):
         # Whole conversations, which repeat a prompt if the example has one beside them.
@@ -202,7 +204,7 @@ def _text(fields: dict[str, Any], setting: str, config: ExampleConfig) -> str:
     value = _field(fields, setting, config)
     name = getattr(config, setting)
     if not isinstance(value, str):
-        raise ValueError(f"the field {name!r} must be text but is {_shown(value)}.")
+        raise ValueError(f"the field {name!r} must be text but is {short_json(value)}.")
     if not value.strip():
         raise ValueError(f"the field {name!r} must not be empty: there would be nothing to learn.")
     return value
@@ -219,7 +221,7 @@ def _field(fields: dict[str, Any], setting: str, config: ExampleConfig) -> Any:
     if name in fields:
         return fields[name]
     raise ValueError(
-        f"an example must have the field {name!r} but has {_names(fields)}. {_way_out(fields, setting, config)}"
+        f"an example must have the field {name!r} but has {field_names(fields)}. {_way_out(fields, setting, config)}"
     )
 
 
@@ -232,13 +234,3 @@ def _way_out(fields: dict[str, Any], setting: str, config: ExampleConfig) -> str
     if told not in (None, config.format):
         return f"Set data.format to {told}, whose fields are {' and '.join(map(repr, by))}."
     return f"Name it with data.{setting}."
-
-
-def _names(fields: dict[str, Any]) -> str:
-    shown = [repr(name) for name in list(fields)[:10]] + ["..."] * (len(fields) > 10)
-    return ", ".join(shown) or "no field"
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "..."

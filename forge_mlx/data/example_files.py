@@ -8,6 +8,7 @@ from forge_mlx.data.corpus import json_object, lines_of, read_text
 from forge_mlx.data.example_config import Format
 from forge_mlx.data.files import JSON_SUFFIXES, TEXT_SUFFIXES, SourceFile
 from forge_mlx.data.parquet import read_parquet
+from forge_mlx.data.sources import some_names
 
 # What a first example must have to be of a format, in the order in which they are tried.
 _SIGNS: Final[dict[Format | Literal["choices"], tuple[set[str], ...]]] = {
@@ -17,6 +18,7 @@ _SIGNS: Final[dict[Format | Literal["choices"], tuple[set[str], ...]]] = {
     "prompt_completion": ({"prompt", "completion"}, {"instruction", "output"}),
     "text": ({"text"},),
 }
+_FIELDS_SHOWN = 10
 _LIST_SUFFIX = ".json"
 _PARQUET_SUFFIX = ".parquet"
 
@@ -31,6 +33,16 @@ class Record(NamedTuple):
 
     where: str
     content: dict[str, Any] | ValueError
+
+    def fields(self) -> dict[str, Any]:
+        """Its fields.
+
+        Raises:
+            ValueError: what is wrong with it.
+        """
+        if isinstance(self.content, ValueError):
+            raise self.content
+        return self.content
 
 
 class Told(NamedTuple):
@@ -62,9 +74,7 @@ def told_format(file: SourceFile, own: Mapping[Format, set[str]] | None = None) 
     record = next(read_records(file, "text", "text"), None)
     if record is None:
         raise ValueError(f"[data] {file.name} must hold examples but is empty.")
-    where, content = record
-    if isinstance(content, ValueError):
-        raise content
+    where, content = record.where, record.fields()
     for name, fields in (own or {}).items():
         if fields <= content.keys():
             return Told(name, sorted(fields), list(content), where)
@@ -75,6 +85,24 @@ def format_of(content: Mapping[str, Any]) -> tuple[Format | Literal["choices"] |
     """The format that the fields of an example tell, and those that tell it."""
     signs = ((name, fields) for name, alternatives in _SIGNS.items() for fields in alternatives)
     return next(((name, sorted(fields)) for name, fields in signs if fields <= content.keys()), (None, []))
+
+
+def field_names(fields: Mapping[str, Any]) -> str:
+    """The names of the fields that a record has, for a message, the first ten of them."""
+    shown = [repr(name) for name in list(fields)[:_FIELDS_SHOWN]] + ["..."] * (len(fields) > _FIELDS_SHOWN)
+    return ", ".join(shown) or "no field"
+
+
+def with_others(problem: str, others: list[str]) -> str:
+    """What is wrong with the first malformed record, and how many more there are.
+
+    Args:
+        problem: one sentence or more.
+        others: the places of the others.
+    """
+    if not others:
+        return problem
+    return f"{problem} {len(others)} more {'is' if len(others) == 1 else 'are'} malformed{some_names(others)}."
 
 
 def suffixes_of(example_format: Format) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from forge_mlx.data.chat_template import BUILT_IN_TEMPLATES
 from forge_mlx.data.example_cache import EncodedFiles, Item, load, store
 from forge_mlx.data.example_config import ExampleConfig
 from forge_mlx.data.example_fields import Chat, Completion, Example, Pair, read_example
-from forge_mlx.data.example_files import Record, read_records, suffixes_of
+from forge_mlx.data.example_files import Record, read_records, suffixes_of, with_others
 from forge_mlx.data.files import SourceFile
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.data.sources import file_states, list_files, require_unchanged, some_names
@@ -189,16 +189,12 @@ class _Reader:
     def require_none_wrong(self) -> None:
         """Raise for what is malformed: the first one in words, the others by number."""
         if self._first_problem is not None:
-            others = self._wrong[1:]
-            verb = "is" if len(others) == 1 else "are"
-            text = f" {len(others)} more {verb} malformed{some_names(others)}." if others else ""
-            raise ValueError(self._first_problem + text)
+            raise ValueError(with_others(self._first_problem, self._wrong[1:]))
 
     def _item(self, record: Record) -> Item:
-        if isinstance(record.content, ValueError):
-            raise record.content
+        fields = record.fields()
         try:
-            example, spelling = read_example(record.content, self._config)
+            example, spelling = read_example(fields, self._config)
             texts = tuple(self._encoded(example))
             for text in texts:
                 if not text.is_target[1:].any():

@@ -14,6 +14,7 @@ from forge_mlx.data.tokenizer_settings import (
     begin_ids,
     end_ids,
     find_template,
+    generation_of,
     json_file,
     load_backend,
     mark_special,
@@ -36,6 +37,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
+_MODEL_CONFIG = "config.json"
 
 
 class HubTokenizer:
@@ -96,17 +98,23 @@ class HubTokenizer:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "HubTokenizer":
-        """Read the tokenizer's files in a folder.
+        """Read the tokenizer's files in a folder; without `generation_config.json` the end tokens of `config.json`.
 
         Raises:
             ValueError: as for the class.
         """
-        path = Path(folder).expanduser()
+        path, name = Path(folder).expanduser(), os.fspath(folder)
+        wanted = (*TOKENIZER_FILES, _MODEL_CONFIG)
         try:
-            files = {file: (path / file).read_bytes() for file in TOKENIZER_FILES if (path / file).is_file()}
+            files = {file: (path / file).read_bytes() for file in wanted if (path / file).is_file()}
         except OSError as error:
             raise ValueError(f"[hub_tokenizer] {error.filename} must be readable but got: {error.strerror}.") from error
-        return cls(files, os.fspath(folder))
+        config = files.pop(_MODEL_CONFIG, None)
+        if config is not None and "generation_config.json" not in files:
+            ids = generation_of(json_file({_MODEL_CONFIG: config}, _MODEL_CONFIG, name))
+            if ids.get("eos_token_id") is not None:
+                files["generation_config.json"] = json.dumps(ids).encode()
+        return cls(files, name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the files into a folder, which `load` and transformers read."""

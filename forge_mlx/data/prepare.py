@@ -1,26 +1,16 @@
 """From the `data:` section to a tokenizer and two token files, cached by content."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-import hashlib
 import json
 from pathlib import Path
 import time
-from typing import Any
-import zlib
 
 from forge_mlx._cache import cache_dir
 from forge_mlx._text import count, size
-from forge_mlx.data.cache import (
-    DamagedCacheError,
-    TokenFile,
-    TokenWriter,
-    build_folder,
-    read_json,
-    write_json,
-)
+from forge_mlx.data.cache import DamagedCacheError, TokenFile, build_folder, read_json, write_json
 from forge_mlx.data.config import DataConfig
-from forge_mlx.data.corpus import Piece, Split
+from forge_mlx.data.corpus_tokens import build_tokens, cache_key, open_tokens
 from forge_mlx.data.files import SourceFile
 from forge_mlx.data.sources import NAMES_SHOWN, Sources, list_files, sample_text, some_names
 from forge_mlx.data.text_tokenizer import TextTokenizer
@@ -28,9 +18,6 @@ from forge_mlx.data.tokenizer import Tokenizer
 
 # Changes when the same corpus and config would give other files: it is part of every key.
 _VERSION = 2
-_SPLITS: tuple[Split, Split] = ("train", "valid")
-_BATCH_CHARACTERS = 1 << 21
-_GZIP_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -112,11 +99,11 @@ def prepare(config: DataConfig, *, log: Callable[[str], None], tokenizer: TextTo
     corpus_key = _corpus_key(config, listing, split_at)
     try:
         tokenizer = tokenizer or _get_tokenizer(config, sources, corpus_key, log)
-        folder = cache_dir() / "data" / f"tokens-{_hash(corpus_key, tokenizer.fingerprint)}"
+        folder = cache_dir() / "data" / f"tokens-{cache_key(corpus_key, tokenizer.fingerprint)}"
         from_cache = True
-        while (found := _open_tokens(folder, log)) is None:
+        while (found := open_tokens(folder, log)) is None:
             from_cache = False
-            _build_tokens(folder, sources, tokenizer, log)
+            build_tokens(folder, sources, tokenizer, log)
     except OSError as error:
         # Sources that cannot be read are ValueErrors.
         raise OSError(
@@ -151,11 +138,7 @@ def _corpus_key(config: DataConfig, listing: list[SourceFile], split_at: int | N
     contents = [f"{file.is_json:d}{file.is_gzip:d}{file.digest()}" for file in listing]
     split = config.valid_fraction if split_at is None else split_at
     # Tokens do not depend on the packing: its name is that of the first one, so that old keys stay.
-    return _hash(str(_VERSION), json.dumps([config.text_field, "concat", split]), *contents)
-
-
-def _hash(*parts: str) -> str:
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+    return cache_key(str(_VERSION), json.dumps([config.text_field, "concat", split]), *contents)
 
 
 def _get_tokenizer(config: DataConfig, sources: Sources, corpus_key: str, log: Callable[[str], None]) -> Tokenizer:
@@ -167,7 +150,7 @@ def _get_tokenizer(config: DataConfig, sources: Sources, corpus_key: str, log: C
             "tokenizer.kind, vocab_size and sample_bytes do not apply"
         )
         return tokenizer
-    key = _hash(corpus_key, wanted.kind, str(wanted.vocab_size), str(wanted.sample_bytes))
+    key = cache_key(corpus_key, wanted.kind, str(wanted.vocab_size), str(wanted.sample_bytes))
     folder = cache_dir() / "data" / f"tokenizer-{key}"
     found = _open_tokenizer(folder, log)
     if found is not None:
@@ -178,7 +161,7 @@ def _get_tokenizer(config: DataConfig, sources: Sources, corpus_key: str, log: C
         kind=wanted.kind,
         vocab_size=wanted.vocab_size,
     )
-    with build_folder(folder, lambda path: _open_tokenizer(path, _ignore) is not None) as temporary:
+    with build_folder(folder, lambda path: _open_tokenizer(path, lambda _: None) is not None) as temporary:
         sources.require_unchanged()
         tokenizer.save(temporary / "tokenizer.model")
         write_json(temporary / "tokenizer.json", {"fingerprint": tokenizer.fingerprint})
@@ -201,101 +184,6 @@ def _open_tokenizer(folder: Path, log: Callable[[str], None]) -> Tokenizer | Non
     return tokenizer
 
 
-def _open_tokens(folder: Path, log: Callable[[str], None]) -> tuple[TokenFile, TokenFile, dict[str, Any]] | None:
-    if not folder.exists():
-        return None
-    try:
-        train, valid = (TokenFile(folder / f"{split}.bin") for split in _SPLITS)
-        stored = read_json(folder / "facts.json")
-        if stored.keys() != {
-            "not_utf8",
-            "empty_documents",
-            "split_by",
-            "gzip_bits_per_byte",
-            "bytes_per_token",
-        }:
-            raise DamagedCacheError("facts.json has other fields than expected")
-    except DamagedCacheError as error:
-        log(f"the cached tokens {folder} are damaged ({error}): building them again")
-        return None
-    return train, valid, stored
-
-
-def _build_tokens(folder: Path, sources: Sources, tokenizer: TextTokenizer, log: Callable[[str], None]) -> None:
-    started = time.monotonic()
-    with build_folder(folder, lambda path: _open_tokens(path, _ignore) is not None) as temporary:
-        writers = {
-            split: TokenWriter(
-                temporary / f"{split}.bin",
-                vocab_size=tokenizer.vocab_size,
-                tokenizer=tokenizer.fingerprint,
-                fingerprint=_hash(folder.name, split),
-            )
-            for split in _SPLITS
-        }
-        try:
-            gzip_bits = _write_tokens(sources, tokenizer, writers)
-            sources.require_unchanged()
-            _require_both_splits(writers)
-            for writer in writers.values():
-                writer.close()
-        finally:
-            for writer in writers.values():
-                writer.abandon()
-        valid = writers["valid"]
-        stored = {
-            "not_utf8": sources.not_utf8,
-            "empty_documents": sum(corpus.scan.empty for corpus in sources.corpora),
-            "split_by": sources.split_by,
-            "gzip_bits_per_byte": gzip_bits,
-            "bytes_per_token": valid.num_bytes / max(valid.num_tokens - valid.num_documents, 1),
-        }
-        write_json(temporary / "facts.json", stored)
-    total = sum(writer.num_bytes for writer in writers.values())
-    log(f"tokenised {size(total)} in {time.monotonic() - started:.1f} s")
-
-
-def _write_tokens(sources: Sources, tokenizer: TextTokenizer, writers: dict[Split, TokenWriter]) -> float:
-    """Encode everything in batches; return the validation text's bits per byte under gzip."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
-    raw = packed = 0
-    for batch in _batches(sources.pieces()):
-        encoded = tokenizer.encode_batch([piece.text for piece in batch])
-        for piece, ids in zip(batch, encoded, strict=True):
-            data = piece.text.encode()
-            writers[piece.split].add(ids, len(data))
-            if piece.last:
-                writers[piece.split].end_document(tokenizer.end_id)
-            if piece.split == "valid" and raw < _GZIP_BYTES:
-                raw += len(data)
-                packed += len(packer.compress(data))
-    packed += len(packer.flush())
-    return 8 * packed / max(raw, 1)
-
-
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces until each group is worth the cost of starting the threads."""
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _require_both_splits(writers: dict[Split, TokenWriter]) -> None:
-    for split, writer in writers.items():
-        if not writer.num_bytes:
-            raise ValueError(
-                f"[data] the {split} split must hold some text but is empty: the source is too small to be "
-                "split. Give more text, change data.valid_fraction, or name data.valid_paths."
-            )
-
-
 def _log_facts(facts: DataFacts, log: Callable[[str], None]) -> None:
     if facts.files_not_utf8:
         names = some_names(facts.names_not_utf8, facts.files_not_utf8)
@@ -308,7 +196,3 @@ def _log_facts(facts: DataFacts, log: Callable[[str], None]) -> None:
         f"{size(facts.valid_bytes)}; gzip -9: {facts.gzip_bits_per_byte:.2f} bits per byte), "
         f"{'from the cache' if facts.from_cache else 'built'} in {facts.seconds:.1f} s"
     )
-
-
-def _ignore(_: str) -> None:
-    """Take a log line and drop it."""

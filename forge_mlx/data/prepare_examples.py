@@ -82,12 +82,14 @@ class PreparedExamples:
         train: rows for `BatchStream`.
         valid: rows for `eval_batches`.
         facts: counts of both.
+        lines: what a person should know of them, the counts last.
     """
 
     tokenizer: HubTokenizer
     train: AnyRows
     valid: AnyRows
     facts: ExampleFacts
+    lines: list[str]
 
 
 def prepare_examples(
@@ -108,7 +110,7 @@ def prepare_examples(
         config: the `data:` section.
         tokenizer: the model's.
         seq_len: the longest row, in positions.
-        log: takes one line of text for everything that a person should know.
+        log: takes one line of text for everything that a person should know of the files.
         limit: the longest row that the model takes; None: any. Advice keeps to it.
 
     Raises:
@@ -123,14 +125,13 @@ def prepare_examples(
     items = found.train + found.valid
     too_long = [item for item in items if item.num_inputs > seq_len]
     if too_long and config.truncate == "error":
-        raise ValueError(too_long_message(too_long, len(items), seq_len, config, limit))
+        raise ValueError(_too_long_message(too_long, len(items), seq_len, config, limit))
     splits = [found.train, found.valid]
     if config.truncate == "drop":
         splits = [_that_fit(split, seq_len, name) for split, name in zip(splits, ("train", "valid"), strict=True)]
     train, valid = (build_rows(split, config, seq_len) for split in splits)
     facts = _facts(config, found, splits, (train, valid), seq_len, time.monotonic() - started)
-    _log_facts(facts, seq_len, described(items), log)
-    return PreparedExamples(tokenizer, train, valid, facts)
+    return PreparedExamples(tokenizer, train, valid, facts, _lines(facts, seq_len, described(items)))
 
 
 def build_rows(items: list[Item], config: ExampleConfig, seq_len: int) -> AnyRows:
@@ -143,7 +144,7 @@ def build_rows(items: list[Item], config: ExampleConfig, seq_len: int) -> AnyRow
     return packed if config.packing and packed.num_rows < len(packed.piece_lengths) else PaddedRows(tokens, seq_len)
 
 
-def too_long_message(
+def _too_long_message(
     too_long: list[Item], total: int, seq_len: int, config: ExampleConfig, limit: int | None = None
 ) -> str:
     """What is wrong with examples that need more than a row, and what to do; `limit` as `prepare_examples` takes it."""
@@ -216,9 +217,10 @@ def _facts(
     )
 
 
-def _log_facts(facts: ExampleFacts, seq_len: int, longest: str, log: Callable[[str], None]) -> None:
+def _lines(facts: ExampleFacts, seq_len: int, longest: str) -> list[str]:
+    lines = []
     if facts.dropped:
-        log(
+        lines.append(
             f"left out as longer than a row of {seq_len:,}: {facts.dropped:,} of {count(facts.examples, 'example')}, "
             f"{longest}"
         )
@@ -229,18 +231,19 @@ def _log_facts(facts: ExampleFacts, seq_len: int, longest: str, log: Callable[[s
             if left_out
             else ""
         )
-        log(
+        lines.append(
             f"split as longer than a row of {seq_len:,}: {count(facts.split, 'example')} into "
             f"{count(facts.pieces, 'piece')}, each a text of its own, {longest}{more}"
         )
     rows = f"{count(facts.train_rows, 'row')} of {facts.row_length:,}"
-    log(
+    lines.append(
         f"data: {count(facts.train_examples, 'example')} to train on ({facts.train_targets:,} of their "
         f"{facts.train_tokens:,} tokens are learnt), {facts.valid_examples:,} to validate; {facts.mean_tokens:,.0f} "
         f"tokens {_a_text(facts)} on average, {facts.longest_tokens:,} the longest; {rows}, "
         f"{100 * facts.fill:.0f} % full; {'from the cache' if facts.from_cache else 'read'} in "
         f"{facts.seconds:.1f} s"
     )
+    return lines
 
 
 def _a_text(facts: ExampleFacts) -> str:

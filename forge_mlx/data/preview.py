@@ -14,15 +14,20 @@ from forge_mlx.data.example_config import ExampleConfig
 from forge_mlx.data.example_rows import PaddedRows
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.data.preference_rows import PreferenceRows
-from forge_mlx.data.prepare_examples import AnyRows, build_rows, too_long_message
+from forge_mlx.data.prepare_examples import AnyRows, build_rows
 import numpy as np
 from numpy.typing import NDArray
+from rich.align import AlignMethod
 from rich.console import Console
 from rich.text import Text
 
-_LEARNT, _CONTEXT = "bold green", "dim"
+_LEARNT, _CONTEXT, _REFUSED = "bold green", "dim", "bold red"
+# Rich's own is the green of what is learnt.
+_RULE = "blue"
 # Of the segments of a row in turn, so that borders show.
 _SEGMENTS = ("cyan", "magenta")
+# What becomes of examples that are longer than a row.
+_DONE = {"error": "left out here", "drop": "left out", "split": "cut into pieces"}
 # Cells of a bar at most, and columns that stand beside it.
 _BAR, _FACTS = 64, 48
 
@@ -90,7 +95,7 @@ class Preview:
         noun = "pair" if self.config.format == "preference" else "example"
         middle, most = (int(np.quantile(lengths, share, method="higher")) for share in (0.5, 0.95))
         share = 100 * learnt / lengths.sum()
-        self.console.rule("counts")
+        self._rule("counts")
         self._print(f"{count(len(items), noun)}, {lengths.sum():,} tokens, {learnt:,} learnt ({share:.0f} %)")
         self._print(f"tokens of a text: {middle:,} in the middle, 95 % up to {most:,}, the longest {lengths.max():,}")
 
@@ -102,15 +107,12 @@ class Preview:
             number: rows to show.
             contents: whether to print the rows' texts too.
         """
-        self.console.rule(f"rows of at most {self.seq_len:,}")
+        self._rule(f"rows of at most {self.seq_len:,}")
         fitting = [item for item in items if item.num_inputs <= self.seq_len]
         too_long = [item for item in items if item.num_inputs > self.seq_len]
-        if too_long and self.config.truncate == "error":
-            self._print(f"would not start: {too_long_message(too_long, len(items), self.seq_len, self.config)}")
         kept = items if self.config.truncate == "split" else fitting
         if too_long:
-            done = "cut into pieces" if self.config.truncate == "split" else "left out here"
-            self._print(f"{count(len(too_long), 'example')} longer than a row: {done}")
+            self._print(f"{count(len(too_long), 'example')} longer than a row: {_DONE[self.config.truncate]}")
         if not kept:
             return
         rows = build_rows(kept, self.config, self.seq_len)
@@ -122,6 +124,19 @@ class Preview:
         shown = np.array(_spread(rows.num_rows, number))
         numbers = (shown[:, None] * rows.group_size + np.arange(rows.group_size)).ravel()
         self._shown_rows(rows.batch(shown), numbers, contents)
+
+    def verdict(self, refusals: list[str], lines: list[str]) -> None:
+        """Print whether training would start.
+
+        Args:
+            refusals: why it would not.
+            lines: what it says of the examples.
+        """
+        self._rule("training")
+        for line in lines:
+            self._print(line)
+        for refusal in refusals:
+            self.console.print(Text.assemble(("would not start: ", _REFUSED), refusal))
 
     def _shown_rows(self, batch: Batch, numbers: NDArray[np.int64], contents: bool) -> None:
         assert batch.segment_ids is not None
@@ -180,7 +195,10 @@ class Preview:
         return f"{style} underline" if run.is_special else style
 
     def _head(self, *parts: str) -> None:
-        self.console.rule(Text(" · ".join(filter(None, parts))), align="left")
+        self._rule(" · ".join(filter(None, parts)), align="left")
+
+    def _rule(self, title: str, align: AlignMethod = "center") -> None:
+        self.console.rule(Text(title), align=align, style=_RULE)
 
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False)

@@ -6,7 +6,6 @@ sees stand-ins for the whitespace it cannot take, which are then replaced in the
 byte pieces; decoding joins bytes from a table. What is saved is a plain SentencePiece model.
 """
 
-import codecs
 from collections.abc import Iterable, Iterator, Sequence
 import hashlib
 import io
@@ -17,7 +16,7 @@ from typing import Literal
 
 from forge_mlx.data.lines import last_line_start
 from forge_mlx.data.model_proto import map_pieces, read_normalizer
-from forge_mlx.data.text_tokenizer import TextTokenizer, require_encodable
+from forge_mlx.data.text_tokenizer import require_encodable
 import numpy as np
 from numpy.typing import NDArray
 import sentencepiece
@@ -197,25 +196,6 @@ class Tokenizer:
             else:
                 ids += [self._byte_ids[byte] for byte in step.encode()]
         return np.array(ids, np.int32)
-
-
-class StreamDecoder:
-    """Decode a stream of tokens into text that can be printed at once.
-
-    A character whose bytes come in several tokens is held back until it is complete.
-    """
-
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        """Take one more token; return the text that became certain, which may be empty."""
-        return self._decoder.decode(self._tokenizer.token_to_bytes(token))
-
-    def finish(self) -> str:
-        """End the stream: U+FFFD when it stops inside a character, else nothing."""
-        return self._decoder.decode(b"", final=True)
 
 
 def _training_lines(text: str) -> Iterator[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -22,6 +23,18 @@ def json_file(files: Mapping[str, bytes], file: str, name: str) -> dict[str, Any
     if not isinstance(content, dict):
         raise ValueError(f"[hub_tokenizer] {file} of {name} must be a JSON object but got {type(content).__name__}.")
     return content
+
+
+def generation_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `generation_config.json` would say of tokens, by a model's `config.json`; empty where that names none.
+
+    Older folders have only the latter, and transformers and mlx-lm take its end tokens there.
+    """
+    return {key: config[key] for key in _ID_KEYS if key in config and _are_ids(config[key])}
+
+
+def _are_ids(value: object) -> bool:
+    return all(type(each) is int for each in (value if isinstance(value, list) else [value]))
 
 
 def load_backend(files: Mapping[str, bytes], config: Mapping[str, Any], name: str) -> Tokenizer:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 import math
 from typing import Any, Final, NamedTuple
 
-from forge_mlx.data.example_files import Record, read_records
+from forge_mlx.data.example_files import Record, field_names, read_records, with_others
 from forge_mlx.data.files import SourceFile
 from forge_mlx.data.text_tokenizer import TextTokenizer
 from forge_mlx.evaluation.rows import Row
@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 _PROMPTS: Final = ("question", "prompt")
-_NAMES_SHOWN: Final = 5
 
 
 class Question(NamedTuple):
@@ -91,9 +90,7 @@ def read_questions(files: Iterable[SourceFile]) -> list[Question]:
             except ValueError as error:
                 problems.append((record.where, error))
     if problems:
-        others = [where for where, _ in problems[1:]]
-        shown = ", ".join(others[:_NAMES_SHOWN] + ["..."] * (len(others) > _NAMES_SHOWN))
-        raise ValueError(f"{problems[0][1]}" + (f" {len(others)} more are malformed ({shown})." if others else ""))
+        raise ValueError(with_others(str(problems[0][1]), [where for where, _ in problems[1:]]))
     if not questions:
         raise ValueError("[evaluate] the data must hold a question but holds none.")
     return questions
@@ -172,16 +169,14 @@ def score_choices(
 
 
 def _question(record: Record) -> Question:
-    where, content = record
-    if isinstance(content, ValueError):
-        raise content
+    where, content = record.where, record.fields()
     start = f"[evaluate] {where}:"
     prompts = [name for name in _PROMPTS if name in content]
     missing = [name for name in ("choices", "answer") if name not in content]
     if len(prompts) != 1 or missing:
-        names = ", ".join(map(repr, content)) or "no field"
         raise ValueError(
-            f"{start} a question must have 'question' or 'prompt', 'choices' and 'answer' but has {names}."
+            f"{start} a question must have 'question' or 'prompt', 'choices' and 'answer' but has "
+            f"{field_names(content)}."
         )
     prompt, choices = content[prompts[0]], content["choices"]
     if not isinstance(prompt, str):

@@ -5,7 +5,7 @@ import math
 from typing import Any, NamedTuple
 
 from forge_mlx.data.chat import Encoded
-from forge_mlx.data.example_files import read_records
+from forge_mlx.data.example_files import field_names, read_records
 from forge_mlx.data.files import SourceFile
 from forge_mlx.data.text_tokenizer import TextTokenizer
 from forge_mlx.evaluation.rows import Row, windows
@@ -68,15 +68,13 @@ def read_texts(files: Iterable[SourceFile], text_field: str) -> Iterator[str]:
         ValueError: a file cannot be read, or a record is not an object with a text; the message names file and line.
     """
     for file in files:
-        for where, content in read_records(file, "text", text_field):
-            if isinstance(content, ValueError):
-                raise content
-            text = content.get(text_field)
+        for record in read_records(file, "text", text_field):
+            fields = record.fields()
+            text = fields.get(text_field)
             if not isinstance(text, str):
-                names = ", ".join(map(repr, content)) or "no field"
                 raise ValueError(
-                    f"[evaluate] {where}: a text must be in the field {text_field!r} but the record has {names}. "
-                    "Name the field with --text-field."
+                    f"[evaluate] {record.where}: a text must be in the field {text_field!r} but the record has "
+                    f"{field_names(fields)}. Name the field with --text-field."
                 )
             yield text
 

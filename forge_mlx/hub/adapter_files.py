@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 import difflib
-import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,13 +19,14 @@ from forge_mlx.hub.adapter_folder import (
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.families.layout import Layout
 from forge_mlx.hub.families.registry import family_for
-from forge_mlx.hub.fingerprint import weights_fingerprint
+from forge_mlx.hub.fingerprint import say_if_other_weights
 from forge_mlx.hub.safetensors_files import own_file
 from forge_mlx.models.adapter_config import AdapterConfig
 from forge_mlx.models.adapter_targets import block_of, num_blocks
 from forge_mlx.models.adapters import adapted_layers, add_adapters
 from forge_mlx.models.gpt import GPT
-from forge_mlx.nn.adapted_base import Kind, kind_of, weight_shape
+from forge_mlx.nn.adapted_base import kind_of, weight_shape
+from forge_mlx.nn.lora import adapter_shapes
 import mlx.core as mx
 from mlx.utils import tree_unflatten
 from pydantic import ValidationError
@@ -127,12 +127,8 @@ def load_adapters(
         raise HubError(f"{file}: {error}") from None
     arrays = [(f"{name}.{part}", array) for name, parts in found.items() for part, array in parts.items()]
     model.update(tree_unflatten([(name, array.astype(mx.float32)) for name, array in arrays]))
-    trained_on = content.own.get(_FINGERPRINT)
-    if base is not None and trained_on is not None and weights_fingerprint(base) != trained_on:
-        log(
-            f"WARNING: {folder}: these adapters were trained on other weights than those of {base}: expect another "
-            "model than the trained one"
-        )
+    if base is not None:
+        say_if_other_weights(folder, base, content.own.get(_FINGERPRINT), log)
     return config
 
 
@@ -203,7 +199,8 @@ def _check_shapes(found: dict[str, Any], model: GPT, file: Path, rank: int) -> N
     for name, parts in found.items():
         kind = kind_of(modules[name])
         assert kind is not None
-        wanted = _shapes(kind, weight_shape(modules[name]), rank)
+        weight = weight_shape(modules[name])
+        wanted = dict(zip(PARTS, (*adapter_shapes(kind, weight, rank), weight[-2:-1]), strict=True))
         problems += [
             f"{name}.{part} {array.shape} instead of {wanted[part]}"
             for part, array in parts.items()
@@ -214,26 +211,12 @@ def _check_shapes(found: dict[str, Any], model: GPT, file: Path, rank: int) -> N
         raise HubError(f"{file}: shapes must fit the model but there are {'; '.join(problems[:_NAMED])}{more}.")
 
 
-def _shapes(kind: Kind, weight: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
-    out, columns = weight[-2:]
-    if kind == "experts":
-        return {"lora_a": (weight[0], rank, columns), "lora_b": (weight[0], out, rank), "m": ()}
-    if kind == "embedding":
-        return {"lora_a": (out, rank), "lora_b": (rank, columns), "m": (out,)}
-    return {"lora_a": (columns, rank), "lora_b": (rank, out), "m": (out,)}
-
-
 def _config(content: AdapterFolder, names: list[str], file: Path) -> AdapterConfig:
-    """What adapters are; rslora only where forge-mlx has noted it, as mlx-lm knows the scale alone."""
-    noted = content.own.get("adapter")
-    method = noted.get("method") if isinstance(noted, dict) else None
-    is_rslora = method == "rslora" and content.fine_tune_type == "lora"
-    alpha = content.scale * (math.sqrt(content.rank) if is_rslora else content.rank)
     try:
         return AdapterConfig(
-            method="rslora" if is_rslora else "dora" if content.fine_tune_type == "dora" else "lora",
+            method=content.method,
             rank=content.rank,
-            alpha=alpha,
+            alpha=content.alpha,
             dropout=content.dropout,
             targets=names,
         )

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 import json
 import math
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+from forge_mlx._text import one_line
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.json_files import read_object
 from forge_mlx.hub.new_folder import new_folder
-from forge_mlx.hub.safetensors_files import check_header, own_file
+from forge_mlx.hub.safetensors_files import check_header, own_file, write_tensors
 from forge_mlx.metal.dtypes import dtype_name
 import mlx.core as mx
 
@@ -40,12 +41,24 @@ class AdapterFolder:
     """
 
     tensors: Mapping[str, Mapping[str, mx.array]]
-    fine_tune_type: str
+    fine_tune_type: Literal["lora", "dora"]
     rank: int
     scale: float
     dropout: float = 0.0
     base: str | None = None
     own: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def method(self) -> Literal["lora", "dora", "rslora"]:
+        """As `AdapterConfig` has it; rslora only where forge-mlx has noted it, as mlx-lm knows the scale alone."""
+        noted = self.own.get("adapter")
+        is_rslora = isinstance(noted, Mapping) and noted.get("method") == "rslora"
+        return "rslora" if is_rslora and self.fine_tune_type == "lora" else self.fine_tune_type
+
+    @property
+    def alpha(self) -> float:
+        """The factor of A B before the method divides it by the rank, or by its root."""
+        return self.scale * (math.sqrt(self.rank) if self.method == "rslora" else self.rank)
 
 
 def write_folder(folder: Path, content: AdapterFolder, *, keys: list[str], num_layers: int) -> None:
@@ -93,9 +106,7 @@ def write_files(folder: Path, arrays: dict[str, mx.array], name: str, config: Ma
         OSError: A file cannot be written.
     """
     with new_folder(folder, "save_adapters") as begun:
-        # Through Python's file: MLX's own writer does not say why it failed.
-        with (begun / name).open("wb") as file:
-            mx.save_safetensors(file, arrays, {"format": format})
+        write_tensors(begun / name, arrays, {"format": format})
         text = json.dumps(config, indent=1, ensure_ascii=False) + "\n"
         (begun / CONFIG_FILE).write_text(text, encoding="utf-8")
 
@@ -158,7 +169,7 @@ def read_tensors(file: Path) -> dict[str, mx.array]:
         assert isinstance(tensors, dict)
         mx.eval(tensors)
     except (RuntimeError, ValueError) as error:
-        raise HubError(f"{file}: cannot be read: {' '.join(str(error).split()).rstrip('.')}.") from None
+        raise HubError(f"{file}: cannot be read: {one_line(error)}.") from None
     for name, array in tensors.items():
         if not mx.issubdtype(array.dtype, mx.floating):
             raise HubError(f"{file}: {name} must be floats but is {dtype_name(array.dtype)}.")

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from forge_mlx.hub.errors import HubError
+from forge_mlx.hub.families.latent_layout import OF_KEYS, OF_VALUES
 from forge_mlx.hub.families.layout import Layout
 from forge_mlx.kernels.quantize.options import Mode, Options, checked_options
+from forge_mlx.nn.latent_attention import LatentAttention
 from forge_mlx.nn.quantized import QUANTIZABLE, coded_layer
 from forge_mlx.nn.router import Router
 from forge_mlx.nn.weight_format import MLX_MODES, Packed, WeightFormat
@@ -33,6 +35,18 @@ class Quantization:
 
     layers: Mapping[str, Options | bool]
     where: str
+
+
+class Decoded(NamedTuple):
+    """How many layers of which a checkpoint has codes are float here.
+
+    Attributes:
+        routers: Whose weights are float in every model.
+        latents: Whose kv_b_proj a checkpoint has in two parts, with groups that one matrix cannot have.
+    """
+
+    routers: int
+    latents: int
 
 
 def read_quantization(values: Mapping[str, Any], layout: Layout, where: str) -> Quantization | None:
@@ -74,25 +88,34 @@ def read_quantization(values: Mapping[str, Any], layout: Layout, where: str) -> 
 
 def put_codes(
     model: nn.Module, layout: Layout, quantization: Quantization, tensors: dict[str, mx.array], dtype: mx.Dtype
-) -> int:
-    """Replace the layers of which a checkpoint has codes; routers, whose weights stay float here, get theirs decoded.
+) -> Decoded:
+    """Replace the layers of which a checkpoint has codes; what stays float here is decoded.
 
     Args:
         model: A float model, changed in place.
         layout: The family's.
         quantization: What config.json says.
-        tensors: Those of the checkpoint by their names without a prefix; codes of routers are replaced by weights.
+        tensors: Those of the checkpoint by their names without a prefix; what is decoded is replaced.
         dtype: What the floats of the model are.
 
     Returns:
-        How many routers were decoded.
+        How many layers were decoded.
 
     Raises:
         HubError: The arrays of a layer fit no format, or another than config.json says.
     """
-    decoded, replaced = 0, []
+    routers, latents, replaced = 0, 0, []
     for name, layer in list[tuple[str, nn.Module]](model.named_modules()):
-        if not isinstance(layer, (*QUANTIZABLE, Router)):
+        if isinstance(layer, Router):
+            routers += _decode(tensors, layout.place(name), layer.weight.shape[-1], quantization, dtype)
+        if isinstance(layer, LatentAttention):
+            widths = {OF_KEYS: layer.qk_nope_head_dim, OF_VALUES: layer.kv_lora_rank}
+            of_layer = [
+                _decode(tensors, f"{layout.place(name)}.{part}", width, quantization, dtype)
+                for part, width in widths.items()
+            ]
+            latents += any(of_layer)
+        if not isinstance(layer, QUANTIZABLE):
             continue
         pieces = layout.pieces(f"{name}.scales", tensors)
         piece = next((each for each in pieces if all(part in tensors for part in each.names)), None)
@@ -101,13 +124,9 @@ def put_codes(
             continue
         parts = {part: tensors.get(piece.names[0].removesuffix("scales") + part) for part in _PARTS}
         options = _format_of(layer.weight.shape[-1], parts, said, f"{quantization.where}: {layout.place(name)}")
-        if isinstance(layer, Router):
-            _decode(tensors, piece.names[0].removesuffix(".scales"), parts, options, dtype)
-            decoded += 1
-        else:
-            replaced.append((name, coded_layer(layer, None, WeightFormat(options, dtype))))
+        replaced.append((name, coded_layer(layer, None, WeightFormat(options, dtype))))
     model.update_modules(cast(dict[str, Any], tree_unflatten(replaced)))
-    return decoded
+    return Decoded(routers, latents)
 
 
 def _options(entry: Mapping[str, Any], where: str) -> Options:
@@ -147,9 +166,13 @@ def _format_of(width: int, parts: Mapping[str, mx.array | None], said: Options |
     return found
 
 
-def _decode(
-    tensors: dict[str, mx.array], module: str, parts: Mapping[str, mx.array | None], options: Options, dtype: mx.Dtype
-) -> None:
+def _decode(tensors: dict[str, mx.array], module: str, width: int, quantization: Quantization, dtype: mx.Dtype) -> bool:
+    """Replace the codes of a module by the weight that they stand for; False where there are none."""
+    said = quantization.layers.get(module)
+    if f"{module}.scales" not in tensors or said is False:
+        return False
+    parts = {part: tensors.get(f"{module}.{part}") for part in _PARTS}
+    options = _format_of(width, parts, said, f"{quantization.where}: {module}")
     weight, scales = parts["weight"], parts["scales"]
     assert weight is not None
     assert scales is not None
@@ -157,3 +180,4 @@ def _decode(
     for part in _PARTS:
         tensors.pop(f"{module}.{part}", None)
     tensors[f"{module}.weight"] = made
+    return True

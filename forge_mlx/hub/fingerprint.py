@@ -1,6 +1,6 @@
 """A hash of a checkpoint's weights, which tells one from another wherever its files lie."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 import hashlib
 import os
@@ -33,6 +33,25 @@ def weights_fingerprint(path: Path) -> str:
     except OSError as error:
         raise HubError(f"{path}: the weights cannot be read: {error.strerror or error}.") from None
     return whole.hexdigest()[:32]
+
+
+def say_if_other_weights(adapters: Path, base: Path, trained_on: str | None, log: Callable[[str], None]) -> None:
+    """Warn where adapters are put on another model than the one that they were trained on.
+
+    Args:
+        adapters: Where they come from.
+        base: The model that they are put on, as `weights_fingerprint` takes it.
+        trained_on: Fingerprint of the weights that they were trained on; None: not known, and nothing is said.
+        log: Told in a line.
+
+    Raises:
+        HubError: The weights cannot be read.
+    """
+    if trained_on is not None and weights_fingerprint(base) != trained_on:
+        log(
+            f"WARNING: {adapters}: these adapters were trained on other weights than those of {base}: expect another "
+            "model than the trained one"
+        )
 
 
 def _pieces(files: list[Path]) -> Iterator[tuple[Path, int]]:

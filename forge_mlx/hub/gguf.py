@@ -3,26 +3,30 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 import json
+import math
 import os
 from pathlib import Path
 from typing import Final
 
 from forge_mlx._console import to_stderr
+from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.families.registry import family_for
 from forge_mlx.hub.gguf_blocks import DECODED, GROUP, Codes, decode
 from forge_mlx.hub.gguf_config import read_config
 from forge_mlx.hub.gguf_file import GGUFFile, GGUFTensor, read_gguf
-from forge_mlx.hub.gguf_names import Source, sources
+from forge_mlx.hub.gguf_names import ROUTER, Source, sources
 from forge_mlx.hub.gguf_rope import FACTORS
 from forge_mlx.hub.gguf_tokenizer import read_tokenizer
 from forge_mlx.hub.loaded import Pretrained
+from forge_mlx.hub.weights import ALWAYS_FLOAT32
 from forge_mlx.kernels.quantize.options import checked_options
 from forge_mlx.metal.dtypes import dtype_name
 from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.gpt import GPT
+from forge_mlx.models.registry import build_model
 from forge_mlx.nn.coded import named_shapes
-from forge_mlx.nn.quantized import coded_layer
+from forge_mlx.nn.quantized import QUANTIZABLE, coded_layer
 from forge_mlx.nn.weight_format import Packed, WeightFormat
 import mlx.core as mx
 import mlx.nn as nn
@@ -67,14 +71,9 @@ def load_gguf(
     path = Path(path).expanduser()
     file = open_gguf(path)
     config = read_config(file, log)
-    tokenizer = read_tokenizer(file)
-    if tokenizer.vocab_size > (config.vocab_size or 0):
-        raise HubError(
-            f"{file.path}: token_embd.weight must have a row for each of {tokenizer.vocab_size} tokens but has "
-            f"{config.vocab_size}."
-        )
+    tokenizer = read_fitting_tokenizer(file, config)
     architecture = file.metadata["general.architecture"]
-    model = GPT(config)
+    model = build_model(config)
     expected = dict(named_shapes(model))
     places = _places(file, architecture, config, expected)
     _fill(model, file, places, dtype or _own_dtype(file), keep_quantized)
@@ -83,6 +82,25 @@ def load_gguf(
     family = family_for(config)
     generation = json.loads(tokenizer.files["generation_config.json"])
     return Pretrained(model, tokenizer, path, family.model_type, family.write_config(config), generation)
+
+
+def read_fitting_tokenizer(file: GGUFFile, config: DecoderConfig) -> HubTokenizer:
+    """The tokenizer of a file, each of whose tokens has an embedding.
+
+    Args:
+        file: The header.
+        config: The model's shape.
+
+    Raises:
+        HubError: There is none, or it has more tokens than the model.
+    """
+    tokenizer = read_tokenizer(file)
+    if tokenizer.vocab_size > (config.vocab_size or 0):
+        raise HubError(
+            f"{file.path}: token_embd.weight must have a row for each of {tokenizer.vocab_size} tokens but has "
+            f"{config.vocab_size}."
+        )
+    return tokenizer
 
 
 def open_gguf(path: Path) -> GGUFFile:
@@ -114,7 +132,9 @@ def _require_readable(file: GGUFFile) -> None:
 
 
 def _own_dtype(file: GGUFFile) -> mx.Dtype:
-    found = {tensor.type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    found = {
+        tensor.type.name for name, tensor in file.tensors.items() if len(tensor.shape) > 1 and not name.endswith(ROUTER)
+    }
     return _FLOATS[found.pop()] if len(found) == 1 and found <= _FLOATS.keys() else mx.float16
 
 
@@ -155,12 +175,14 @@ def _fill(model: GPT, file: GGUFFile, places: Mapping[str, Source], dtype: mx.Dt
         tensor = file.tensors[place.tensor]
         module, _, part = name.rpartition(".")
         pieces = _pieces(file, tensor, place.rows)
-        if keep_quantized and part == "weight" and _is_coded(tensor):
+        has_codes = _is_coded(tensor) and isinstance(modules[module], QUANTIZABLE)
+        if keep_quantized and part == "weight" and has_codes:
             layers.append((module, _coded(modules[module], pieces, tensor, file.path, dtype)))
         else:
             offset = 1 if model.config.norm_offset and module.endswith("norm") else 0
-            array = mx.concatenate([_floats(piece, tensor, file.path, dtype, offset) for piece in pieces])
-            floats.append((name, array.reshape(-1) if len(tensor.shape) == 1 else array))
+            own = mx.float32 if name.endswith(ALWAYS_FLOAT32) else dtype
+            array = mx.concatenate([_floats(piece, tensor, file.path, own, offset) for piece in pieces])
+            floats.append((name, array.reshape(-1, *tensor.shape[1:])))
         mx.eval(floats[-1][1] if floats else [], [layer.parameters() for _, layer in layers[-1:]])
     # Biases go into the layers that take the places of the first ones.
     model.update_modules(tree_unflatten(layers))
@@ -172,8 +194,8 @@ def _is_coded(tensor: GGUFTensor) -> bool:
 
 
 def _pieces(file: GGUFFile, tensor: GGUFTensor, rows: NDArray[np.intp] | None) -> Iterator[NDArray[np.float32] | Codes]:
-    """A tensor's rows decoded, some at a time; of a vector each element is a row."""
-    content = file.read(tensor).reshape(tensor.shape[0], -1)
+    """A tensor's rows decoded, some at a time: those of all experts in turn; of a vector each element is a row."""
+    content = file.read(tensor).reshape(math.prod(tensor.shape[:-1] or tensor.shape), -1)
     if rows is not None:
         content = content[rows]
     at_a_time = max(1, _ELEMENTS // tensor.shape[-1])
@@ -210,5 +232,10 @@ def _coded(
         scales.append(_array(piece.scales, tensor, path, dtype))
         biases.append(_array(piece.biases, tensor, path, dtype))
     options = checked_options("load_gguf", "affine", bits, GROUP, None)
-    packed = Packed(mx.concatenate(codes), mx.concatenate(scales), mx.concatenate(biases))
+    packed = Packed(*(_stacked(parts, tensor) for parts in (codes, scales, biases)))
     return coded_layer(layer, packed, WeightFormat(options, dtype))
+
+
+def _stacked(parts: list[mx.array], tensor: GGUFTensor) -> mx.array:
+    rows = mx.concatenate(parts)
+    return rows.reshape(-1, *tensor.shape[1:-1], rows.shape[-1])

@@ -5,10 +5,13 @@ import math
 from typing import Any, Final
 
 from forge_mlx.hub.errors import HubError
+from forge_mlx.hub.gguf_experts import has_experts, read_experts
 from forge_mlx.hub.gguf_file import GGUFFile
 from forge_mlx.hub.gguf_metadata import Metadata
 from forge_mlx.hub.gguf_rope import read_rope
+from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.gpt import GPTConfig
+from forge_mlx.models.moe import MoEConfig
 from pydantic import ValidationError
 
 _GEMMA: Final = {"norm_offset": True, "post_norms": True, "mlp": "geglu_tanh"}
@@ -19,6 +22,9 @@ FIXED: Final[dict[str, dict[str, Any]]] = {
     "gemma2": _GEMMA,
     "gemma3": {**_GEMMA, "qk_norm": True},
     "gpt2": {"norm": "layer_norm", "position": "learned", "bias": True, "mlp": "gelu_tanh"},
+    "olmoe": {"qk_norm": "joint", "normalize_gates": False},
+    "qwen3moe": {"qk_norm": True},
+    "dots1": {"qk_norm": True, "router_scores": "sigmoid", "selection_bias": True, "normalize_gates": False},
 }
 """What an architecture computes without saying so; other fields of the config that no key says have their default."""
 
@@ -33,7 +39,7 @@ _TOO_LARGE: Final = 1 << 31
 _WITHOUT_EFFECT: Final = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.causal")
 
 
-def read_config(file: GGUFFile, log: Callable[[str], None]) -> GPTConfig:
+def read_config(file: GGUFFile, log: Callable[[str], None]) -> DecoderConfig:
     """The config that a file's metadata, and the presence of some tensors, describe.
 
     Args:
@@ -50,15 +56,14 @@ def read_config(file: GGUFFile, log: Callable[[str], None]) -> GPTConfig:
             f"{file.path}: general.architecture must be one of {', '.join(FIXED)} but got {architecture!r}. Other "
             "models can be opened from their Hugging Face folder."
         )
-    if metadata.has(metadata.own("expert_count")) and metadata.integer(metadata.own("expert_count")):
-        raise HubError(
-            f"{file.path}: {architecture}.expert_count must be 0 but got "
-            f"{metadata.integer(metadata.own('expert_count'))}: experts are not read from GGUF. Open the Hugging Face "
-            "folder."
-        )
     values = _sizes(metadata, file) | FIXED[architecture]
+    kind: type[DecoderConfig] = MoEConfig if has_experts(metadata, file) else GPTConfig
+    if kind is MoEConfig:
+        values |= read_experts(metadata, file, FIXED[architecture], values["intermediate_size"])
+    elif architecture != "gpt2":
+        values |= _biases(file)
     if architecture != "gpt2":
-        values |= _biases(file) | read_rope(metadata, file, values["head_dim"])
+        values |= read_rope(metadata, file, values["head_dim"])
     if architecture in _FULL_EVERY:
         values |= _gemma(metadata, values)
     if values["head_dim"] * values["num_heads"] == values["hidden_size"]:
@@ -67,7 +72,7 @@ def read_config(file: GGUFFile, log: Callable[[str], None]) -> GPTConfig:
     if metadata.unasked():
         log(f"{file.path}: {len(metadata.unasked())} keys are not known and were left out: {_few(metadata.unasked())}")
     try:
-        return GPTConfig(**values)
+        return kind(**values)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}".lstrip(": ") for each in error.errors()]
         raise HubError(f"{file.path}: the metadata describes no model: {'; '.join(problems)}") from None

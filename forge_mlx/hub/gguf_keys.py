@@ -5,11 +5,19 @@ from typing import Any, Final
 
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.gguf_config import FIXED, gemma_scale, sliding_layers
+from forge_mlx.hub.gguf_experts import (
+    SIZES,
+    TRAINING_ONLY,
+    architecture_with_experts,
+    expert_keys,
+    expert_problems,
+    said_of_routing,
+)
 from forge_mlx.hub.gguf_rope import rope_keys
 from forge_mlx.models.decoder_config import DecoderConfig
-from forge_mlx.models.gpt import GPTConfig
+from forge_mlx.models.moe import MoEConfig
 
-_TRAINING_ONLY: Final = {"dropout", "init_std", "zero_init_residual"}
+_TRAINING_ONLY: Final = {"dropout", "init_std", "zero_init_residual", *TRAINING_ONLY}
 # What a key, or the presence of a tensor, says in every architecture that rotates.
 _SAID: Final = frozenset(
     {
@@ -27,6 +35,8 @@ def architecture_of(config: DecoderConfig) -> str:
     Args:
         config: A model's config.
     """
+    if isinstance(config, MoEConfig):
+        return architecture_with_experts(config)
     if config.position == "learned":
         return "gpt2"
     if config.post_norms:
@@ -66,6 +76,8 @@ def config_keys(config: DecoderConfig) -> dict[str, Any]:
     if name != "gpt2":
         keys |= {"attention.key_length": config.head_size, "attention.value_length": config.head_size}
         keys |= rope_keys(config)
+    if isinstance(config, MoEConfig):
+        keys |= expert_keys(name, config)
     if name.startswith("gemma"):
         keys |= {
             "attention.sliding_window": config.sliding_window,
@@ -79,11 +91,11 @@ def config_keys(config: DecoderConfig) -> dict[str, Any]:
 
 def _problems(name: str, config: DecoderConfig) -> list[str]:
     """Each field whose value llama.cpp cannot be told, with what it would have to be."""
-    if not isinstance(config, GPTConfig):
-        return [f"arch: {config.arch} (must be gpt)"]
     said = _SAID - {"rope_base", "rope_scale", "rope_scaling"} if name == "gpt2" else _SAID
     if name.startswith("gemma"):
         said = said | _OF_GEMMA
+    if isinstance(config, MoEConfig):
+        said = said | SIZES | said_of_routing(name)
     wanted = {
         field: about.default
         for field, about in type(config).model_fields.items()
@@ -96,6 +108,8 @@ def _problems(name: str, config: DecoderConfig) -> list[str]:
         if getattr(config, field) != value
     ]
     of_name = _gpt2_problems(name, config) + _gemma_problems(name, config)
+    if isinstance(config, MoEConfig):
+        of_name += expert_problems(name, config)
     return problems + of_name + _scale_problems(name, config) + _yarn_problems(config)
 
 

@@ -24,6 +24,13 @@ _IN_LAYER: Final = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "attention_output_layernorm": "post_attention_norm",
@@ -31,6 +38,9 @@ _IN_LAYER: Final = {
 }
 _FUSED: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _LAYER: Final = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+_SELECTION_BIAS: Final = re.compile(r"layers\.(\d+)\.mlp\.router\.selection_bias")
+ROUTER: Final = "ffn_gate_inp.weight"
+"""How the names of routers end, which are F32 whatever the other matrices are."""
 
 
 class Source(NamedTuple):
@@ -60,6 +70,8 @@ def sources(architecture: str, config: DecoderConfig, names: Iterable[str]) -> d
 
 
 def _source(architecture: str, config: DecoderConfig, name: str) -> Source | None:
+    if bias := _SELECTION_BIAS.fullmatch(name):
+        return Source(f"blk.{bias[1]}.exp_probs_b.bias")
     found = _LAYER.fullmatch(name)
     if found is None:
         module, _, part = name.rpartition(".")

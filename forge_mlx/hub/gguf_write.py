@@ -11,10 +11,11 @@ from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.gguf_blocks import Codes, encode, encode_q4_1
 from forge_mlx.hub.gguf_container import Outline, write_container
 from forge_mlx.hub.gguf_keys import config_keys
-from forge_mlx.hub.gguf_names import Source, sources
+from forge_mlx.hub.gguf_names import ROUTER, Source, sources
 from forge_mlx.hub.gguf_rope import FACTORS, rope_factors
 from forge_mlx.hub.gguf_vocabulary import tokenizer_keys
 from forge_mlx.models.gpt import GPT
+from forge_mlx.models.registry import build_model
 from forge_mlx.nn.coded import Coded, named_shapes
 from forge_mlx.nn.fake_quant import FakeQuantized
 from forge_mlx.nn.parameters import named_arrays
@@ -58,10 +59,10 @@ def write_gguf(
 ) -> dict[str, int]:
     """Write one file with a model, its tokenizer and its chat template.
 
-    Vectors and learned positions are F32 in every kind, as llama.cpp wants them. In q4_0 the embedding and the output
-    head, which suffer most, are Q8_0. Rows that are no whole blocks of 32 are F16. In q8_0 and q4_0, layers of codes
-    of MLX's affine mode of 4 bits with groups of 32 keep their codes, as Q4_1, whose scales and biases are float16; of
-    other codes the weight that they stand for is written.
+    Vectors, routers and learned positions are F32 in every kind, as llama.cpp wants them. In q4_0 the embedding and the
+    output head, which suffer most, are Q8_0. Rows that are no whole blocks of 32 are F16. In q8_0 and q4_0, layers of
+    codes of MLX's affine mode of 4 bits with groups of 32 keep their codes, as Q4_1, whose scales and biases are
+    float16; of other codes the weight that they stand for is written.
 
     The tokenizer is byte-level BPE of a way to cut text that llama.cpp has a name for, or SentencePiece's BPE.
 
@@ -110,7 +111,7 @@ def _entries(model: GPT, architecture: str, kind: Kind) -> list[_Entry]:
             f"[write_gguf] the model must hold the codes that it was trained for but {prepared[0]} and "
             f"{len(prepared) - 1} more are fake-quantised. Call convert_qat first."
         )
-    expected = {name for name, _ in named_arrays(GPT(model.config).parameters())}
+    expected = {name for name, _ in named_arrays(build_model(model.config).parameters())}
     if shapes.keys() != expected:
         strange = sorted(shapes.keys() ^ expected)
         raise HubError(
@@ -136,7 +137,7 @@ def _entries(model: GPT, architecture: str, kind: Kind) -> list[_Entry]:
 def _type_of(
     tensor: str, shape: tuple[int, ...], modules: Mapping[str, nn.Module], parts: list[tuple[str, Source]], kind: Kind
 ) -> str:
-    if len(shape) == 1 or tensor.startswith("position_embd"):
+    if len(shape) == 1 or tensor.startswith("position_embd") or tensor.endswith(ROUTER):
         return "F32"
     quantized = kind in ("q8_0", "q4_0")
     if quantized and shape[-1] % 32:
@@ -173,9 +174,11 @@ def _rows(entry: _Entry, model: GPT, parameter: str, place: Source) -> NDArray[n
     else:
         is_coded = isinstance(module, Coded) and part == "weight"
         array = module.effective_weight() if is_coded else module[part]
-        values = np.array(array.astype(mx.float32)).reshape(array.shape[0], -1)
         offset = 1 if model.config.norm_offset and name.endswith("norm") else 0
-        rows = encode(entry.type, _checked(values + np.float32(offset), parameter, entry.type))
+        # One expert at a time, so that NumPy's copies stay small.
+        matrices = array if array.ndim == 3 else array.reshape(1, array.shape[0], -1)
+        pieces = (np.array(matrix.astype(mx.float32)) + np.float32(offset) for matrix in matrices)
+        rows = np.concatenate([encode(entry.type, _checked(values, parameter, entry.type)) for values in pieces])
     if place.rows is None or "attn_qkv" in place.tensor:
         return rows
     return rows[np.argsort(place.rows)]

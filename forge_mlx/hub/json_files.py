@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from forge_mlx._text import one_line
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.regular_files import regular_size
 
@@ -24,7 +25,7 @@ def parse_object(content: bytes, what: str) -> dict[str, Any]:
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise HubError(f"{what} must be JSON but is damaged: {_one_line(error)}.") from None
+        raise HubError(f"{what} must be JSON but is damaged: {one_line(error)}.") from None
     if not isinstance(value, dict):
         raise HubError(f"{what} must be a JSON object but is a {type(value).__name__}.")
     return value
@@ -52,7 +53,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {twice!r} is there twice")
     return found
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

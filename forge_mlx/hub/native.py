@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.hub.native_layers import check_dtypes, describe_layers, rebuild_layers
+from forge_mlx.hub.safetensors_files import write_tensors
 from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.gpt import GPT
 from forge_mlx.models.registry import ARCHITECTURES, build_model
@@ -36,9 +37,7 @@ def save_model(folder: Path, model: GPT, tokenizer: Tokenizer, *, texts_begin_wi
         OSError: a file cannot be written.
     """
     quantization = describe_layers(model)
-    # Through Python's file: MLX's own writer does not say why it failed.
-    with (folder / "model.safetensors").open("wb") as file:
-        mx.save_safetensors(file, dict(named_arrays(model.parameters())))
+    write_tensors(folder / "model.safetensors", dict(named_arrays(model.parameters())))
     values = model.config.model_dump(mode="json")
     if texts_begin_with_end:
         values[_BEGINS_WITH_END] = True

@@ -75,9 +75,7 @@ def to_peft(source: Path, target: Path) -> None:
             # PEFT misses a tied head's copy where there is none.
             copied = zip(("lora_b", "lora_a"), ("lora_a", "lora_b"), strict=True)
             arrays |= {f"{_PREFIX}{_HEAD}{_LINEAR[part]}": parts[other] for part, other in copied}
-    noted = content.own.get("adapter")
-    is_rslora = isinstance(noted, Mapping) and noted.get("method") == "rslora"
-    alpha = content.scale * (math.sqrt(content.rank) if is_rslora else content.rank)
+    alpha = content.alpha
     config = {
         "base_model_name_or_path": content.base,
         "bias": "none",
@@ -90,7 +88,7 @@ def to_peft(source: Path, target: Path) -> None:
         "target_modules": sorted(content.tensors),
         "task_type": "CAUSAL_LM",
         "use_dora": content.fine_tune_type == "dora",
-        "use_rslora": is_rslora,
+        "use_rslora": content.method == "rslora",
     }
     write_files(target, arrays, _WEIGHTS, config | ({_TIES: True} if ties else {}), "pt")
 

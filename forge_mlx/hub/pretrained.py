@@ -10,7 +10,7 @@ from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.hub.coded_checkpoints import put_codes, read_quantization
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.families.registry import Described, describe
-from forge_mlx.hub.gguf import load_gguf
+from forge_mlx.hub.gguf import load_gguf, read_fitting_tokenizer
 from forge_mlx.hub.gguf_config import read_config as read_gguf_config
 from forge_mlx.hub.gguf_file import read_gguf
 from forge_mlx.hub.json_files import read_object
@@ -26,7 +26,7 @@ from forge_mlx.models.registry import build_model
 from forge_mlx.nn.coded import Coded
 import mlx.core as mx
 
-__all__ = ["Pretrained", "is_pretrained", "load_pretrained", "read_shape", "save_pretrained"]
+__all__ = ["Pretrained", "is_pretrained", "load_pretrained", "read_shape", "read_tokenizer", "save_pretrained"]
 
 _CONFIG: Final = "config.json"
 _GENERATION: Final = "generation_config.json"
@@ -91,6 +91,29 @@ def read_shape(
     if found.suffix == _GGUF and found.is_file():
         return read_gguf_config(read_gguf(found), log)
     return describe(_read_config(found), str(found / _CONFIG)).config
+
+
+def read_tokenizer(
+    path: str | Path, shape: DecoderConfig, *, revision: str | None = None, log: Callable[[str], None] = to_stderr
+) -> HubTokenizer:
+    """The tokenizer of a checkpoint, without its weights.
+
+    Args:
+        path: As `load_pretrained` takes it.
+        shape: The checkpoint's, as `read_shape` gives it.
+        revision: Of the hub.
+        log: Told in a line how many special tokens have no embedding.
+
+    Raises:
+        HubError: There is no such model, or plain text has tokens without an embedding.
+        ValueError: The tokenizer's files are damaged or missing.
+    """
+    found = locate(path, revision=revision)
+    if found.suffix == _GGUF and found.is_file():
+        return read_fitting_tokenizer(read_gguf(found), shape)
+    tokenizer = HubTokenizer.load(found)
+    _check_table(found, tokenizer, shape.vocab_size or 0, log)
+    return tokenizer
 
 
 def is_pretrained(path: Path) -> bool:
@@ -174,10 +197,12 @@ def _filled(
     require_promised(described.config, tensors, where)
     model = build_model(described.config)
     if quantization is not None:
-        routers = put_codes(model, family.layout, quantization, tensors, dtype or common_dtype(tensors))
-        if not routers and not any(isinstance(module, Coded) for module in model.modules()):
+        routers, latents = put_codes(model, family.layout, quantization, tensors, dtype or common_dtype(tensors))
+        if not routers and not latents and not any(isinstance(module, Coded) for module in model.modules()):
             log(f"{where}: config.json has a quantization but no layer has codes: the weights are read as floats")
         if routers:
             log(f"{where}: {routers} routers in codes were made floats, as they are in every model here")
+        if latents:
+            log(f"{where}: kv_b_proj of {latents} layers was made floats: the codes are of its two parts")
     put_weights(model, family.layout, tensors, where, dtype=dtype)
     return model

@@ -15,7 +15,7 @@ _MOST_IN_A_WORD: Final = 16
 
 
 def require_promised(config: DecoderConfig, tensors: Mapping[str, mx.array], where: str) -> None:
-    """Raise where a model would be larger than the tensors of a checkpoint can fill, or these are cut otherwise.
+    """Raise where a model would be larger than the tensors of a checkpoint can fill.
 
     Args:
         config: What config.json says.
@@ -23,15 +23,8 @@ def require_promised(config: DecoderConfig, tensors: Mapping[str, mx.array], whe
         where: What errors call it: the folder.
 
     Raises:
-        HubError: There are tensors of fewer layers, none of them has so long an axis, or they are those of mlx-lm's
-            conversion of a DeepSeek-V3.
+        HubError: There are tensors of fewer layers, or none of them has so long an axis.
     """
-    split = next((name for name in tensors if name.endswith(".self_attn.embed_q.weight")), None)
-    if split is not None:
-        raise HubError(
-            f"{where}: kv_b_proj must be one matrix but {split} is a part of it, as mlx-lm's conversion cuts it. Open "
-            "the checkpoint that was converted."
-        )
     layers = {match[1] for match in map(_LAYER.match, tensors) if match}
     if config.num_layers > len(layers):
         raise HubError(

@@ -6,12 +6,12 @@ Pickles (`.bin`, `.pt`, ...) are never read: they run code.
 """
 
 from itertools import pairwise
-import json
 import math
 from pathlib import Path
 import re
 from typing import Any, Final, NamedTuple
 
+from forge_mlx._text import one_line, short_json
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.json_files import parse_object, read_object
 from forge_mlx.hub.regular_files import regular_size
@@ -21,6 +21,8 @@ _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _NUMBERED: Final = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _PICKLES: Final = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack")
+# Where the Hugging Face cache has a model's folders.
+_SNAPSHOTS: Final = "snapshots"
 # The format's own limit on a header.
 _LARGEST_HEADER: Final = 100_000_000
 _LENGTH_BYTES: Final = 8
@@ -66,6 +68,22 @@ def load_tensors(folder: Path) -> dict[str, mx.array]:
     return found
 
 
+def write_tensors(file: Path, tensors: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file.
+
+    Args:
+        file: Where to.
+        tensors: Name -> array of any shape.
+        metadata: What its header says beside them.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    # Through Python's file: MLX's own writer does not say why it failed.
+    with file.open("wb") as opened:
+        mx.save_safetensors(opened, tensors, metadata)
+
+
 def own_file(folder: Path, name: str) -> Path:
     """The path of a file of a folder, which neither its name nor a link takes elsewhere.
 
@@ -84,10 +102,10 @@ def own_file(folder: Path, name: str) -> Path:
     except (OSError, RuntimeError) as error:
         # RuntimeError: links in a circle.
         reason = getattr(error, "strerror", None) or error
-        raise HubError(f"{folder}: {_short(name)} must be a file of it but: {reason}.") from None
+        raise HubError(f"{folder}: {short_json(name)} must be a file of it but: {reason}.") from None
     if is_link:
         blobs = home.parent.parent / "blobs"
-        of_cache = home.parent.name == "snapshots" and target.parent == blobs
+        of_cache = home.parent.name == _SNAPSHOTS and target.parent == blobs
         if not (of_cache or home in target.parents):
             raise HubError(f"{file}: must stay in its folder but is a link to {target}. Copy the file.")
     return file
@@ -152,6 +170,8 @@ def _nothing(folder: Path) -> str:
     if ggufs:
         return f"{start} {ggufs[0]}. Give that file itself."
     others = [name for name in names if name.endswith(".safetensors")]
+    if not others and folder.resolve().parent.name == _SNAPSHOTS:
+        return f"{start} no weights, and pickles, which can run code, are not downloaded. Get another model."
     return f"{start} {others[0] if others else 'no weights'}."
 
 
@@ -175,9 +195,9 @@ def _place(file: Path, name: str, entry: Any) -> _Tensor:
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
-        raise HubError(f"{file}: {name} must have a dtype, a shape and data_offsets but has {_short(entry)}.")
+        raise HubError(f"{file}: {name} must have a dtype, a shape and data_offsets but has {short_json(entry)}.")
     if not isinstance(dtype, str) or dtype not in _SIZES:
-        raise HubError(f"{file}: {name} must be of a dtype among {', '.join(_SIZES)} but is {_short(dtype)}.")
+        raise HubError(f"{file}: {name} must be of a dtype among {', '.join(_SIZES)} but is {short_json(dtype)}.")
     begin, end = offsets
     wanted = math.prod(shape) * _SIZES[dtype]
     if end - begin != wanted:
@@ -203,15 +223,10 @@ def _check_places(file: Path, tensors: list[_Tensor], length: int) -> None:
         raise HubError(f"{file}: must end with {end.name}, {end.end} bytes of data, but has {length}: it {problem}.")
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _read(file: Path) -> dict[str, mx.array]:
     try:
         tensors = mx.load(str(file), format="safetensors")
     except (RuntimeError, ValueError) as error:
-        raise HubError(f"{file}: cannot be read: {' '.join(str(error).split()).rstrip('.')}.") from None
+        raise HubError(f"{file}: cannot be read: {one_line(error)}.") from None
     assert isinstance(tensors, dict)
     return tensors

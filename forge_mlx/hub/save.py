@@ -15,10 +15,12 @@ from forge_mlx.hub.families.registry import describe, family_for
 from forge_mlx.hub.new_folder import new_folder
 from forge_mlx.hub.savable import QUANTIZED, require_savable
 from forge_mlx.hub.shards import write_shards
+from forge_mlx.hub.tokenizer_class import readable_as_it_is
 from forge_mlx.hub.tokenizer_files import tokenizer_files
 from forge_mlx.hub.weights import ALWAYS_FLOAT32
 from forge_mlx.metal.dtypes import dtype_name
 from forge_mlx.models.gpt import GPT
+from forge_mlx.nn.coded import Coded
 from forge_mlx.nn.parameters import named_arrays
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,8 +29,9 @@ MAX_SHARD_BYTES: Final = 5_000_000_000
 """Largest size of a file of weights, that of transformers."""
 _CALLER: Final = "save_pretrained"
 _FORMAT_KEYS: Final = ("group_size", "bits", "mode")
-# Keys of a source that tell how its own files are stored.
-_OF_FILES: Final = {"quantization", "quantization_config", "dtype", "torch_dtype"}
+# Keys of a source that tell of its own files: how they are stored, and which have code that none of these readers need.
+_OF_FILES: Final = {"quantization", "quantization_config", "dtype", "torch_dtype", "auto_map"}
+_GENERATION: Final = "generation_config.json"
 
 
 def save_pretrained(
@@ -47,8 +50,9 @@ def save_pretrained(
 
     The family is that of the source where it can say what the model computes, else the first that can. Codes of
     quantised layers are written as they are; their group size, bits and mode `config.json` names under `quantization`
-    as mlx-lm does. Tokens have the ids of `tokenizer`. All of it is written
-    beside the folder first, which a full disk so cannot leave half written.
+    as mlx-lm does. Tokens have the ids of `tokenizer`. All of it is written beside the folder first, which a full disk
+    so cannot leave half written. The end tokens of `generation_config.json` are all at which the model stops here:
+    those that it had, and the one with which the chat template ends a turn.
 
     Args:
         folder: Where to: new or empty.
@@ -61,7 +65,7 @@ def save_pretrained(
         texts_begin_with_end: For a SentencePiece tokenizer: whether the end token stood before every text that the
             model was trained on; then the written tokenizer puts it there.
         max_shard_bytes: Largest size of a file of weights; more of them have an index.
-        log: Told in one line what mlx-lm does not read of the folder.
+        log: Told in a line each what is new in the tokenizer's files, and what mlx-lm does not read of the folder.
 
     Returns:
         What `config.json` says.
@@ -78,19 +82,11 @@ def save_pretrained(
     quantization = _quantization(modules, family)
     # Lists, so that what a layout refuses is refused before anything is written.
     tensors = list(family.layout.written(arrays, coded=bool(quantization)))
-    if isinstance(tokenizer, HubTokenizer):
-        tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.end_id, "pad_token_id": None}
-        files: dict[str, Any] = dict(tokenizer.files)
-        config = tokens | config
-    else:
-        end = tokenizer.end_id
-        tokens = {"bos_token_id": end if texts_begin_with_end else None, "eos_token_id": end, "pad_token_id": None}
-        files = dict(
-            tokenizer_files(tokenizer, max_seq_len=model.config.max_seq_len, texts_begin_with_end=texts_begin_with_end)
-        )
-        config |= tokens
-    if generation or "generation_config.json" not in files:
-        files["generation_config.json"] = dict(generation) if generation else tokens
+    tokens, files = _tokens_and_files(tokenizer, model.config.max_seq_len, texts_begin_with_end, log)
+    # What a checkpoint says of its tokens goes before what its tokenizer says.
+    config = tokens | config if isinstance(tokenizer, HubTokenizer) else config | tokens
+    given = dict(generation) if generation else files.get(_GENERATION)
+    files[_GENERATION] = _generation(given, tokens, tokenizer, log)
     config["dtype"] = _dtype(arrays)
     if quantization:
         # The second is what transformers looks at: it refuses the folder then, where it would read codes as weights.
@@ -123,6 +119,27 @@ def _shape(model: GPT, source: Mapping[str, Any] | None) -> tuple[Family, dict[s
     return family, {**unknown, **family.write_config(model.config)}
 
 
+def _generation(
+    given: bytes | dict[str, Any] | None,
+    tokens: Mapping[str, int | None],
+    tokenizer: HubTokenizer | Tokenizer,
+    log: Callable[[str], None],
+) -> bytes | dict[str, Any]:
+    """`generation_config.json`: what is given, else the tokens; with all end tokens, as it is where it has them."""
+    said = json.loads(given) if isinstance(given, bytes) else dict(given or tokens)
+    if not isinstance(tokenizer, HubTokenizer):
+        return said
+    listed = said.get("eos_token_id")
+    named = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    new = sorted(tokenizer.stop_ids - set(named))
+    if not new:
+        return said if given is None else given
+    if given is not None:
+        names = ", ".join(map(tokenizer.token_name, new))
+        log(f"{_GENERATION}: other readers are told to stop at {names} too, as the model does here")
+    return {**said, "eos_token_id": [*named, *new]}
+
+
 def _require_tokens(tokenizer: HubTokenizer | Tokenizer, vocab_size: int) -> None:
     needed = tokenizer.plain_vocab_size if isinstance(tokenizer, HubTokenizer) else tokenizer.vocab_size
     if needed > vocab_size:
@@ -130,6 +147,18 @@ def _require_tokens(tokenizer: HubTokenizer | Tokenizer, vocab_size: int) -> Non
             f"[{_CALLER}] the tokenizer must be the model's, of at most {vocab_size} tokens, but has {needed}. "
             "Give the one that the model was trained with."
         )
+
+
+def _tokens_and_files(
+    tokenizer: HubTokenizer | Tokenizer, max_seq_len: int, texts_begin_with_end: bool, log: Callable[[str], None]
+) -> tuple[dict[str, int | None], dict[str, Any]]:
+    """What config.json says of special tokens, and the tokenizer's files: bytes, or what becomes JSON."""
+    if isinstance(tokenizer, HubTokenizer):
+        begin, files = tokenizer.bos_id, readable_as_it_is(tokenizer.files, log)
+    else:
+        begin = tokenizer.end_id if texts_begin_with_end else None
+        files = dict(tokenizer_files(tokenizer, max_seq_len=max_seq_len, texts_begin_with_end=texts_begin_with_end))
+    return {"bos_token_id": begin, "eos_token_id": tokenizer.end_id, "pad_token_id": None}, files
 
 
 def _quantization(modules: Mapping[str, nn.Module], family: Family) -> dict[str, Any]:
@@ -176,3 +205,9 @@ def _warn_of_mlx_lm(model: GPT, family: Family, log: Callable[[str], None]) -> N
         ignored.append("rope_scaling.attention_factor")
     if ignored:
         log(f"mlx-lm 0.32 does not read {' and '.join(ignored)} of a {family.model_type}: there it computes without")
+    cut = [name for name, module in model.named_modules() if name.endswith(".kv_b_proj") and isinstance(module, Coded)]
+    if cut:
+        log(
+            f"mlx-lm 0.32 cuts kv_b_proj of a {family.model_type} in two and quantises both anew: there {len(cut)} "
+            "layers compute something else. For equal logits leave '*.kv_b_proj' float"
+        )

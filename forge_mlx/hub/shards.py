@@ -5,10 +5,13 @@ import json
 from pathlib import Path
 from typing import Final
 
+from forge_mlx.hub.safetensors_files import write_tensors
 import mlx.core as mx
 
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
+# Readers look for the framework that the arrays are of.
+_METADATA: Final = {"format": "mlx"}
 
 
 def write_shards(folder: Path, tensors: Iterable[tuple[str, mx.array]], max_bytes: int) -> None:
@@ -24,12 +27,12 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, mx.array]], max_byte
     """
     shards = _shards(tensors, max_bytes)
     if len(shards) == 1:
-        _write(folder / _SINGLE, shards[0])
+        write_tensors(folder / _SINGLE, shards[0], _METADATA)
         return
     places = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write(folder / name, shard)
+        write_tensors(folder / name, shard, _METADATA)
         places.update(dict.fromkeys(shard, name))
     total = sum(array.nbytes for shard in shards for array in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
@@ -46,9 +49,3 @@ def _shards(tensors: Iterable[tuple[str, mx.array]], max_bytes: int) -> list[dic
         shards[-1][name] = array
         used += array.nbytes
     return shards
-
-
-def _write(file: Path, tensors: dict[str, mx.array]) -> None:
-    # Through Python's file: MLX's own writer does not say why it failed.
-    with file.open("wb") as opened:
-        mx.save_safetensors(opened, tensors, {"format": "mlx"})

@@ -112,12 +112,12 @@ def _fitted(
     make: Callable[[list[mx.array]], mx.array], parts: list[mx.array], parameter: mx.array, is_codes: bool
 ) -> tuple[mx.array | None, str]:
     """The array of some tensors, or what is wrong with it."""
-    shapes = {part.shape for part in parts}
-    if len(shapes) > 1:
-        return None, f"and {len(parts) - 1} more must have one shape but have {sorted(shapes)}"
     try:
         array = make(parts)
-    except ValueError:
+    except (ValueError, IndexError):
+        shapes = {part.shape for part in parts}
+        if len(shapes) > 1:
+            return None, f"and {len(parts) - 1} more must have shapes that fit together but have {sorted(shapes)}"
         return None, f"must make {parameter.shape} but is {parts[0].shape}"
     if array.shape != parameter.shape:
         return None, f"must make {parameter.shape} but is {parts[0].shape}"

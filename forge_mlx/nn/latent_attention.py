@@ -14,6 +14,8 @@ from forge_mlx.nn.linear import Linear
 from forge_mlx.nn.norms import RMSNorm
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
 
 
 class LatentAttention(nn.Module):
@@ -25,10 +27,10 @@ class LatentAttention(nn.Module):
         k_nope, v = kv_b_proj(kv_a_layernorm(latent))
         q_nope, q_rope = q_b_proj(q_a_layernorm(q_a_proj(x)))  # or q_proj(x) without q_lora_rank
         q, k = [q_nope, rope(q_rope)], [k_nope, rope(k_rope)]
-        out = o_proj(softmax(q k^T / sqrt(qk_nope_head_dim + qk_rope_head_dim)) v)
+        out = o_proj(softmax(scale q k^T) v)
 
     Elements 2i and 2i + 1 of what rotates are a pair, as in DeepSeek's checkpoints, whose names the projections have.
-    YaRN's scaling of the rotary frequencies, and of the scores with them, is not there.
+    YaRN (arXiv:2309.00071), which stretched DeepSeek-V3, is other frequencies, a factor on what rotates and a scale.
 
     A cache holds kv_lora_rank + qk_rope_head_dim numbers a token for all heads together: the rotated k_rope as keys,
     the normalised latent as values. A call with several tokens makes keys and values of all positions again. For a
@@ -44,8 +46,11 @@ class LatentAttention(nn.Module):
         qk_nope_head_dim: Elements of a query or key that know no position.
         qk_rope_head_dim: Elements of a query or key that rotate, even; both together at most 256.
         v_head_dim: Size of a head of values, at most 256.
+        scale: Factor on the scores; None: 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim).
         rope_base: Base of the rotary frequencies, base^(-2i / qk_rope_head_dim).
         rope_scale: Factor on the position before it is rotated in.
+        rope_periods: `[qk_rope_head_dim / 2]`, what takes the place of base^(2i / qk_rope_head_dim); None: that.
+        rope_factor: Factor on what rotates of a query and on what rotates of a key.
         norm_eps: eps of the RMSNorms over the latents.
         norm_weight: Whether they have a learnable scale.
 
@@ -63,8 +68,11 @@ class LatentAttention(nn.Module):
         qk_nope_head_dim: int,
         qk_rope_head_dim: int,
         v_head_dim: int,
+        scale: float | None = None,
         rope_base: float = 10000.0,
         rope_scale: float = 1.0,
+        rope_periods: NDArray[np.float32] | None = None,
+        rope_factor: float = 1.0,
         norm_eps: float = 1e-6,
         norm_weight: bool = True,
     ) -> None:
@@ -78,7 +86,16 @@ class LatentAttention(nn.Module):
             qk_rope_head_dim=qk_rope_head_dim,
             v_head_dim=v_head_dim,
         )
-        _check_numbers(rope_base=rope_base, rope_scale=rope_scale, norm_eps=norm_eps)
+        head_dim = qk_nope_head_dim + qk_rope_head_dim
+        scale = head_dim**-0.5 if scale is None else scale
+        _check_numbers(
+            scale=scale, rope_base=rope_base, rope_scale=rope_scale, rope_factor=rope_factor, norm_eps=norm_eps
+        )
+        if rope_periods is not None and np.shape(rope_periods) != (qk_rope_head_dim // 2,):
+            raise ValueError(
+                "[LatentAttention] rope_periods must have one number for each pair that rotates, "
+                f"{qk_rope_head_dim // 2}, but got the shape {np.shape(rope_periods)}."
+            )
         problem = impossible_heads(qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
         if problem is not None:
             raise ValueError(f"[LatentAttention] {problem}")
@@ -88,8 +105,10 @@ class LatentAttention(nn.Module):
         self.v_head_dim = v_head_dim
         self.rope_base = rope_base
         self.rope_scale = rope_scale
-        head_dim = qk_nope_head_dim + qk_rope_head_dim
-        self.scale = head_dim**-0.5
+        self.rope_factor = rope_factor
+        # The underscore keeps it out of the parameters.
+        self._rope_periods = None if rope_periods is None else mx.array(rope_periods, mx.float32)
+        self.scale = scale
         if q_lora_rank is None:
             self.q_proj = Linear(hidden_size, num_heads * head_dim, bias=False)
         else:
@@ -130,17 +149,10 @@ class LatentAttention(nn.Module):
         latent, k_rope = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
         latent = self.kv_a_layernorm(latent)
         offset = 0 if cache is None else cache.offset
-        q_rope, k_rope = (
-            rope(
-                each,
-                base=self.rope_base,
-                scale=self.rope_scale,
-                offset=offset,
-                positions=positions,
-                traditional=True,
-            )
-            for each in (q_rope, k_rope[:, None])
-        )
+        if self.rope_factor != 1:
+            # Both factors meet in the product, and a cache need not know of them.
+            q_rope = q_rope * self.rope_factor**2
+        q_rope, k_rope = (self._rotate(each, offset, positions) for each in (q_rope, k_rope[:, None]))
         batch, length, _ = x.shape
         if cache is not None:
             k_rope, held = cache.update(k_rope, latent[:, None])
@@ -162,6 +174,12 @@ class LatentAttention(nn.Module):
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         return q
+
+    def _rotate(self, x: mx.array, offset: int, positions: mx.array | None) -> mx.array:
+        scale = self.rope_scale
+        if self._rope_periods is not None:
+            return rope(x, self._rope_periods, scale=scale, offset=offset, positions=positions, traditional=True)
+        return rope(x, base=self.rope_base, scale=scale, offset=offset, positions=positions, traditional=True)
 
     def _expanded(
         self, q_nope: mx.array, q_rope: mx.array, latent: mx.array, k_rope: mx.array, segment_ids: mx.array | None

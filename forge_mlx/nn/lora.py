@@ -31,6 +31,23 @@ class AdapterOptions:
     dropout: float = 0.0
 
 
+def adapter_shapes(kind: Kind, weight: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of A and B.
+
+    Args:
+        kind: Of the layer under the adapter.
+        weight: The shape of its weight: `[out, in]`, `[E, out, in]` of experts, `[V, C]` of an embedding.
+        rank: Columns r of A and rows of B.
+
+    Returns:
+        `[in, r]` and `[r, out]`; `[E, r, in]` and `[E, out, r]`; `[V, r]` and `[r, C]`.
+    """
+    *experts, out, columns = weight
+    if kind == "experts":
+        return (*experts, rank, columns), (*experts, out, rank)
+    return ((out, rank), (rank, columns)) if kind == "embedding" else ((columns, rank), (rank, out))
+
+
 class Adapter(nn.Module):
     """What the adapted layers have in common: a frozen layer, A and B, and the weight that all three stand for.
 
@@ -69,8 +86,9 @@ class Adapter(nn.Module):
         self.adapter = adapter
         self.active = True
         self.dropout = Dropout(adapter.dropout)
-        a_shape, b_shape, inputs = self._shapes(weight_shape(base))
-        bound = 1 / math.sqrt(inputs)
+        weight = weight_shape(base)
+        a_shape, b_shape = adapter_shapes(self.kind, weight, adapter.rank)
+        bound = 1 / math.sqrt(weight[-2 if self.kind == "embedding" else -1])
         self.lora_a = mx.random.uniform(-bound, bound, a_shape, key=key)
         self.lora_b = mx.zeros(b_shape)
         self.train(base.training)
@@ -109,11 +127,6 @@ class Adapter(nn.Module):
         """W + s (A B) in float32; one product adds and sums, so that compiling cannot change how it is rounded."""
         left, right, weight = (each.astype(mx.float32) for each in (*self._product_order(a, b), weight))
         return mx.addmm(weight, left * self.adapter.scale, right)
-
-    def _shapes(self, weight: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Shapes of A and B, and the number of inputs that A's start hangs on."""
-        out, columns = weight
-        return (columns, self.adapter.rank), (self.adapter.rank, out), columns
 
     def _product_order(self, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
         """Two factors whose product is laid out as the weight."""
@@ -172,10 +185,6 @@ class LoRAExpertLinear(Adapter):
         inner = expert_product(self.dropout(x), a, experts) * self.adapter.scale
         return out + expert_product(inner, b, experts)
 
-    def _shapes(self, weight: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        experts, out, columns = weight
-        return (experts, self.adapter.rank, columns), (experts, out, self.adapter.rank), columns
-
     def _product_order(self, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
         return b, a
 
@@ -215,10 +224,6 @@ class LoRAEmbedding(Adapter):
     def _base_head(self, x: mx.array) -> mx.array:
         out: mx.array = self.base.as_linear(x)
         return out
-
-    def _shapes(self, weight: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        rows, columns = weight
-        return (rows, self.adapter.rank), (self.adapter.rank, columns), rows
 
     def _product_order(self, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
         return a, b

@@ -4,7 +4,8 @@ Each is put before the class that it replaces, as `class Patched(replacement, or
 the original's way.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, ClassVar, cast
 
 from forge_mlx.kernels.activations import geglu, swiglu
@@ -97,53 +98,26 @@ class PatchedSwiGLU(Patched):
     """down(silu(gate(x)) * up(x))."""
 
     by = "kernels.swiglu"
-
-    @staticmethod
-    def gated(gate: mx.array, up: mx.array) -> mx.array:
-        """silu(gate) * up.
-
-        Args:
-            gate: Any shape.
-            up: The same shape and dtype.
-        """
-        return swiglu(gate, up)
+    _gated: ClassVar[Callable[..., mx.array]] = staticmethod(swiglu)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Map `[..., C]` to `[..., C]`."""
         gate, up = same_dtype(self.gate_proj(x), self.up_proj(x))
-        return without_keeping(self.down_proj, self.gated, gate, up)
+        return without_keeping(self.down_proj, self._gated, gate, up)
 
 
 class PatchedGEGLU(PatchedSwiGLU):
     """down(gelu(gate(x)) * up(x)), with the erf form."""
 
     by = "kernels.geglu"
-
-    @staticmethod
-    def gated(gate: mx.array, up: mx.array) -> mx.array:
-        """gelu(gate) * up.
-
-        Args:
-            gate: Any shape.
-            up: The same shape and dtype.
-        """
-        return geglu(gate, up)
+    _gated = staticmethod(geglu)
 
 
 class PatchedGEGLUTanh(PatchedSwiGLU):
     """down(gelu(gate(x)) * up(x)), with the tanh form."""
 
     by = "kernels.geglu"
-
-    @staticmethod
-    def gated(gate: mx.array, up: mx.array) -> mx.array:
-        """gelu(gate) * up, approximately.
-
-        Args:
-            gate: Any shape.
-            up: The same shape and dtype.
-        """
-        return geglu(gate, up, "tanh")
+    _gated = staticmethod(partial(geglu, approximate="tanh"))
 
 
 class PatchedJoinedSwiGLU(Patched):
@@ -205,13 +179,7 @@ class PatchedScaledRotary(Patched):
     by = "kernels.rope"
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0, *, positions: mx.array | None = None) -> mx.array:
-        """Rotate heads `[B, H, T, D]`.
-
-        Args:
-            x: `[B, H, T, D]`.
-            offset: Position of the first token, for all rows or for each.
-            positions: Integers `[B, T]` in the place of an offset, for packed rows.
-        """
+        """Rotate heads `[B, H, T, D]`; the arguments are `PatchedRotary`'s."""
         dims = 2 * self._freqs.size
         factor = getattr(self, "mscale", getattr(self, "_scale", 1.0))
         if factor != 1.0:

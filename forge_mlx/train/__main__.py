@@ -28,7 +28,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print shapes, parameters, tokens a step and memory; train nothing",
+        help="print shapes, parameters, tokens a step and memory, and with data.format how examples fill rows and what "
+        "keeps a run from starting on them; train nothing",
     )
     return parser
 

@@ -60,30 +60,22 @@ def log_device(placement: Placement, log: Callable[[str], None]) -> None:
 
 def log_path(trainer: Trainer, log: Callable[[str], None]) -> None:
     """Say how a run computes attention, and what stands in its rows."""
-    kind: Packing = "documents" if trainer.separates_texts or isinstance(trainer.model, MoE) else "concat"
-    log(f"attention: {attention_text(trainer.config, trainer.model.config, trainer.placement, kind)}")
-    log(f"packing: {_PACKING[False] if trainer.rows.packing == 'padded' else describe_packing(trainer.config)}")
+    model, placement, length = trainer.model, trainer.placement, trainer.rows.seq_len
+    kind: Packing = "documents" if trainer.separates_texts or isinstance(model, MoE) else "concat"
+    text = describe_attention(model.config, kind, length, placement.dtype, placement.device.type)
+    log(f"attention: {text}")
+    log(f"packing: {describe_packing(trainer.config, trainer.rows.packing)}")
 
 
-def attention_text(config: TrainConfig, shape: DecoderConfig, placement: Placement, kind: Packing) -> str:
-    """What attention does in a run, the path that it takes, and why.
+def describe_packing(config: TrainConfig, packing: str | None = None) -> str:
+    """How texts become rows, in words.
 
     Args:
         config: of the run.
-        shape: the model's.
-        placement: device and dtype.
-        kind: the packing of a corpus whose rows need the same of attention.
+        packing: of its rows, where there are some; None: as the config has it.
     """
-    return describe_attention(shape, kind, config.train.seq_len, placement.dtype, placement.device.type)
-
-
-def rows_kind(config: TrainConfig) -> Packing:
-    """The packing of a corpus whose rows need of attention what those of a config do."""
-    return "documents" if config.isolates_texts else "concat"
-
-
-def describe_packing(config: TrainConfig) -> str:
-    """How texts become rows, in words."""
+    if packing == "padded":
+        return _PACKING[False]
     return _PAIRS if config.trains_pairs else _PACKING[config.data.packing]
 
 
@@ -192,9 +184,12 @@ def log_model(trainer: Trainer, log: Callable[[str], None]) -> None:
     if isinstance(trainer.rows, DocumentRows):
         for line in _rows_lines(trainer.rows, trainer.valid_rows, trainer.fill):
             log(line)
+    if text := config.describe_epochs(trainer.rows.num_rows):
+        log(f"epochs: {text}")
+    steps = trainer.total_steps
     log(
-        f"training: {loop.steps:,} steps of {about}{tokens:,} tokens ({rows} rows x {length}{passes}"
-        f"{filled}), {loop.steps * tokens / trainer.rows.num_targets:.3g} times over the training text"
+        f"training: {count(steps, 'step')} of {about}{tokens:,} tokens ({rows} rows x {length}{passes}"
+        f"{filled}), {steps * tokens / trainer.rows.num_targets:.3g} times over the training text"
     )
     log(f"folder: {trainer.folder.path}; Ctrl-C stops after a step and saves, the same command goes on")
 
@@ -235,7 +230,9 @@ def setup_facts(trainer: Trainer) -> dict[str, Any]:
         "parameters": model.num_parameters(),
         "non_embedding_parameters": model.num_parameters(embeddings=False),
         **_trained_facts(trainer),
-        "total_steps": trainer.config.train.steps,
+        "total_steps": trainer.total_steps,
+        # Null too: the report takes the last word of several starts.
+        "epochs": trainer.config.train.epochs,
         "tokens_per_step": trainer.tokens_per_step,
         "packing": _packing_facts(trainer),
         **_special_facts(trainer),

@@ -11,6 +11,7 @@ import shutil
 from typing import Any
 import zlib
 
+from forge_mlx.hub.safetensors_files import write_tensors
 import mlx.core as mx
 
 FORMAT = 1
@@ -85,9 +86,7 @@ def save_checkpoint(
     temporary.mkdir()
     try:
         for name, arrays in zip(_ARRAY_FILES, (weights, optimizer), strict=True):
-            # Through Python's file: MLX's own writer does not say why it failed.
-            with (temporary / name).open("wb") as file:
-                mx.save_safetensors(file, arrays)
+            write_tensors(temporary / name, arrays)
         sums = {name: _size_and_sum(temporary / name) for name in _ARRAY_FILES}
         content = {"format": FORMAT, "files": sums, "state": asdict(state)}
         (temporary / "state.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

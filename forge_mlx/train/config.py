@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from forge_mlx._config import Section
+from forge_mlx._text import count
 from forge_mlx.data.config import DataConfig, TokenizerConfig
 from forge_mlx.data.example_config import ExampleConfig
 from forge_mlx.kernels.attention.options import LARGEST_HEAD
@@ -13,6 +14,8 @@ from forge_mlx.models.moe import MoEConfig
 from forge_mlx.models.qat import QATConfig
 from forge_mlx.models.registry import ARCHITECTURES, ModelConfig
 from forge_mlx.optim import OptimConfig
+from forge_mlx.train.duration import describe_epochs, epochs_text, step_problems, steps_of_epochs
+from forge_mlx.train.loop_config import LoopConfig
 from forge_mlx.train.preference_config import PreferenceConfig
 from forge_mlx.train.pretrained_config import PretrainedConfig
 from pydantic import Discriminator, Field, Tag, create_model, field_validator, model_validator
@@ -46,41 +49,6 @@ class RunConfig(Section):
     @classmethod
     def _expand_home(cls, value: Path) -> Path:
         return value.expanduser()
-
-
-class LoopConfig(Section):
-    """The training loop: sizes and how often what happens."""
-
-    steps: int = Field(gt=0, description="optimizer updates")
-    batch_size: int = Field(gt=0, description="rows in one forward and backward pass; of preference pairs")
-    seq_len: int = Field(gt=0, description="tokens in a row")
-    accumulate: int = Field(
-        1, gt=0, description="passes whose gradients make one update, weighted by their targets or pairs"
-    )
-    log_every: int = Field(10, gt=0, description="steps between training records")
-    eval_every: int = Field(100, ge=0, description="steps between evaluations; 0: only at the end")
-    eval_tokens: int = Field(32768, gt=0, description="validation targets of an evaluation during training, about")
-    final_eval_tokens: int | None = Field(
-        None, gt=0, description="validation targets of the last evaluation, about; null: all of them"
-    )
-    sample_every: int = Field(0, ge=0, description="steps between samples; 0: only at the end")
-    sample_prompt: str = Field(
-        "",
-        description="what a sample continues, with data.packing: documents as the start of one, in chats what the user "
-        "says; empty: the start of a document, or with data.format the first three examples that are held out",
-    )
-    sample_tokens: int = Field(128, gt=0, description="most tokens in a sample; it ends at model.max_seq_len")
-    sample_temperature: float | None = Field(
-        None,
-        ge=0,
-        description="temperature of samples, with top-p 0.95; 0: greedy. null: 0.7, or with data.format 0, so that "
-        "what is said before training and after it can be compared",
-    )
-    checkpoint_every: int = Field(100, ge=0, description="steps between checkpoints; 0: only at the end")
-    keep_checkpoints: int = Field(2, gt=0, description="newest checkpoints that are kept")
-    grad_checkpoint: bool = Field(
-        False, description="compute each block anew in the backward pass: a third more work, far less memory"
-    )
 
 
 def _kind_of_model(value: Any) -> str:
@@ -125,22 +93,16 @@ class TrainConfig(Section):
     def _check_across_sections(self) -> "TrainConfig":
         shape = self.model if isinstance(self.model, DecoderConfig) else None
         problems = _length_problems(self, shape) if shape else []
-        problems += self._rate_problems()
+        if (steps := self.train.steps) is not None:
+            problems += step_problems(steps, f"train.steps, {steps}", self.optim, self.qat)
         problems += _head_problems(self, shape) if shape else []
-        problems += self._phase_problems() + self._expert_rate_problems() + self._method_problems()
+        problems += self._expert_rate_problems() + self._method_problems()
         if shape and isinstance(self.data, DataConfig):
             problems += _vocabulary_problems(shape, self.data.tokenizer)
         if problems:
             # A line each: `explain.py` finds the key that a line begins with.
             raise ValueError("\n".join(problems))
         return self
-
-    def _rate_problems(self) -> list[str]:
-        if self.optim.warmup_steps < self.train.steps:
-            return []
-        return [
-            f"optim.warmup_steps must be less than train.steps, {self.train.steps}, but got {self.optim.warmup_steps}"
-        ]
 
     def _method_problems(self) -> list[str]:
         """What of adapters, quantised bases, examples and pairs does not go together."""
@@ -170,20 +132,6 @@ class TrainConfig(Section):
         if self.preference is not None and not self.trains_pairs:
             problems.append("preference must be null without data.format: preference. Remove the section")
         return problems
-
-    def _phase_problems(self) -> list[str]:
-        """What is wrong with the steps of quantisation-aware training."""
-        steps, qat = self.train.steps, self.qat
-        if qat is None:
-            return []
-        if qat.start_step >= steps:
-            return [f"qat.start_step must be less than train.steps, {steps}, but got {qat.start_step}"]
-        if qat.end_step is not None and qat.end_step >= steps:
-            return [
-                f"qat.end_step must be less than train.steps, {steps}, or null, but got {qat.end_step}: no step in "
-                "float would be left. Lower it, or set it to null for a model that is deployed quantised"
-            ]
-        return []
 
     def _expert_rate_problems(self) -> list[str]:
         """What is wrong with a learning rate for experts: it must have an effect."""
@@ -241,20 +189,59 @@ class TrainConfig(Section):
         """Rows of one forward and backward pass: of pairs two for each."""
         return self.train.batch_size * (2 if self.trains_pairs else 1)
 
+    def total_steps(self, num_rows: int) -> int:
+        """Updates of the whole run.
+
+        Args:
+            num_rows: rows, or pairs, of an epoch.
+
+        Raises:
+            ValueError: a setting needs more of them than the epochs take.
+        """
+        loop = self.train
+        if loop.steps is not None:
+            return loop.steps
+        assert loop.epochs is not None
+        steps = steps_of_epochs(loop.epochs, num_rows, loop.rows_per_step)
+        said = f"the {count(steps, 'step')} that {epochs_text(loop.epochs)} of {count(num_rows, self.row_noun)} take"
+        if problems := step_problems(steps, said, self.optim, self.qat):
+            raise ValueError("; ".join(problems) + ".")
+        return steps
+
+    def describe_epochs(self, num_rows: int) -> str:
+        """The steps that the epochs take, in words; nothing where the steps are given.
+
+        Args:
+            num_rows: rows, or pairs, of an epoch.
+        """
+        loop = self.train
+        if loop.epochs is None:
+            return ""
+        return describe_epochs(loop.epochs, num_rows, loop.rows_per_step, self.row_noun)
+
+    @property
+    def row_noun(self) -> str:
+        """What a batch counts, in the singular."""
+        return "pair" if self.trains_pairs else "row"
+
     @property
     def positions_per_step(self) -> int:
         """Positions of the rows of one update: targets, but for what examples only read, and padding."""
         return self.rows_per_pass * self.train.seq_len * self.train.accumulate
 
 
-def shape_problems(config: TrainConfig, shape: DecoderConfig) -> list[str]:
-    """What is wrong with a config for a model of this shape, a line for each key.
+def require_fitting_shape(config: TrainConfig, shape: DecoderConfig) -> None:
+    """Check what of a config a checkpoint's shape decides.
 
     Args:
         config: of a run.
-        shape: the model's: of `config.model`, or of the checkpoint that it names.
+        shape: of the checkpoint that it names.
+
+    Raises:
+        ValueError: rows are longer than the model takes, or packed for heads that are too large.
     """
-    return _length_problems(config, shape) + _head_problems(config, shape)
+    if problems := _length_problems(config, shape) + _head_problems(config, shape):
+        raise ValueError("; ".join(problems) + ".")
 
 
 def _length_problems(config: TrainConfig, shape: DecoderConfig) -> list[str]:

@@ -7,7 +7,7 @@ import sys
 
 from forge_mlx.hub.native import ModelFolderError
 from forge_mlx.metal.dtypes import FLOATS_BY_NAME
-from forge_mlx.train.config import RunConfig
+from forge_mlx.train.config import RunConfig, TrainConfig
 import mlx.core as mx
 
 DTYPES = FLOATS_BY_NAME
@@ -75,3 +75,15 @@ def recorded_placement(run: RunConfig, file: Path) -> Placement:
             f"of {', '.join(DTYPES)}."
         )
     return Placement(mx.default_device(), run.dtype, "as the run was trained")
+
+
+def resolved(config: TrainConfig, placement: Placement) -> TrainConfig:
+    """The config with what the device decides, and the samples' temperature, filled in.
+
+    Args:
+        config: of the run.
+        placement: device and dtype.
+    """
+    run = config.run.model_copy(update={"device": placement.device.type.name, "dtype": placement.dtype_name})
+    loop = config.train.model_copy(update={"sample_temperature": config.sample_temperature})
+    return config.model_copy(update={"run": run, "train": loop})

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from forge_mlx.train.charts import highest
+from forge_mlx.train.duration import epochs_text
 from forge_mlx.train.progress import format_duration
 from forge_mlx.train.run_log import Run, is_finite
 import numpy as np
@@ -28,17 +29,21 @@ def headline_figures(run: Run) -> list[Figure]:
     speed = float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else None
     peak = highest(run.series("train", "peak_memory")[1])
     elapsed = run.records[-1].get("time") if run.records else None
-    total = run.fact("total_steps")
+    total, epochs = run.fact("total_steps"), run.fact("epochs")
     return [
         ("validation loss", number(run.last("eval", "loss"), "{:.4f}"), where or "no evaluation yet"),
         _second_figure(run),
-        ("steps", f"{run.last_step:,}", number(total, "of {:,}", "")),
+        ("steps", f"{run.last_step:,}", number(total, "of {:,}", "") + number(epochs, _epochs_remark, "")),
         ("tokens", number(run.last("train", "tokens"), short), "trained on"),
         ("wall time", number(elapsed, format_duration), "without pauses"),
         ("tokens/s", number(speed, short), "median"),
         ("peak memory", number(peak, memory_text), ""),
         _parameters_figure(run),
     ]
+
+
+def _epochs_remark(epochs: float) -> str:
+    return f", {epochs_text(epochs)}"
 
 
 def _parameters_figure(run: Run) -> Figure:

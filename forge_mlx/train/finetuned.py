@@ -7,27 +7,28 @@ from forge_mlx.data.example_config import ExampleConfig
 from forge_mlx.data.example_reader import with_template
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.hub.adapter_files import load_adapters, with_own_template
-from forge_mlx.hub.fingerprint import weights_fingerprint
+from forge_mlx.hub.fingerprint import say_if_other_weights
 from forge_mlx.hub.pretrained import Pretrained
 from forge_mlx.models.gpt import GPT
 from forge_mlx.models.qat import fake_quant_enabled, set_fake_quant
 from forge_mlx.nn.coded import Coded
 from forge_mlx.nn.parameters import cast_floats
 from forge_mlx.train.checkpoint import Checkpoint
+from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.deploy import deployed_model
 from forge_mlx.train.device import recorded_placement
 from forge_mlx.train.folder import RunFolder
 from forge_mlx.train.kept_weights import put_back
-from forge_mlx.train.load import load_config
 from forge_mlx.train.work import Log, load_base, make_trainable
 import mlx.core as mx
 
 
-def adapted_model(run: RunFolder, adapters: Path, keep_dtype: bool, log: Log) -> Pretrained:
+def adapted_model(run: RunFolder, config: TrainConfig, adapters: Path, keep_dtype: bool, log: Log) -> Pretrained:
     """The base of a run with the adapters that it ended with, in evaluation mode, and the run's chat template.
 
     Args:
-        run: its model is one that existed.
+        run: its folder.
+        config: of the run; its model is one that existed.
         adapters: a folder of them.
         keep_dtype: whether floats keep the dtype of training on a CPU, where others are several times slower.
         log: takes a line for people.
@@ -35,18 +36,20 @@ def adapted_model(run: RunFolder, adapters: Path, keep_dtype: bool, log: Log) ->
     Raises:
         ValueError: the base or the adapters cannot be read.
     """
-    config = load_config(run.config_file)
     source = load_base(config, recorded_placement(config.run, run.config_file), log)
     load_adapters(adapters, source.model, base=source.folder, log=log)
-    tokenizer = with_own_template(adapters, _with_template(run, source.tokenizer))
+    tokenizer = with_own_template(adapters, _with_template(run, config, source.tokenizer))
     return source._replace(model=_ready(source.model, keep_dtype), tokenizer=tokenizer)
 
 
-def trained_model(run: RunFolder, checkpoint: Checkpoint, keep_dtype: bool, log: Log) -> Pretrained:
+def trained_model(
+    run: RunFolder, config: TrainConfig, checkpoint: Checkpoint, keep_dtype: bool, log: Log
+) -> Pretrained:
     """What a run would deploy at the step of a checkpoint, in evaluation mode, with the run's chat template.
 
     Args:
-        run: its model is one that existed.
+        run: its folder.
+        config: of the run; its model is one that existed.
         checkpoint: of the run.
         keep_dtype: whether floats keep the dtype of training on a CPU, where others are several times slower.
         log: takes a line for people.
@@ -54,21 +57,20 @@ def trained_model(run: RunFolder, checkpoint: Checkpoint, keep_dtype: bool, log:
     Raises:
         ValueError: the base cannot be read, or the checkpoint is of another.
     """
-    config = load_config(run.config_file)
     placement = recorded_placement(config.run, run.config_file)
     source = load_base(config, placement, log)
-    model, trained_on = source.model, checkpoint.state.base
-    if config.adapter is not None and trained_on is not None and weights_fingerprint(source.folder) != trained_on:
-        log(
-            f"WARNING: {checkpoint.path}: these adapters were trained on other weights than those of {source.folder}: "
-            "expect another model than the trained one"
-        )
+    model = source.model
+    if config.adapter is not None:
+        say_if_other_weights(checkpoint.path, source.folder, checkpoint.state.base, log)
     make_trainable(config, model)
-    put_back(config, model, checkpoint.weights)
+    try:
+        put_back(config, model, checkpoint.weights)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: does not fit {run.config_file}: {error}") from None
     if config.qat is not None and fake_quant_enabled(config.qat, checkpoint.state.step):
         set_fake_quant(model, True)
         model = deployed_model(config, model, placement.dtype)
-    return source._replace(model=_ready(model, keep_dtype), tokenizer=_with_template(run, source.tokenizer))
+    return source._replace(model=_ready(model, keep_dtype), tokenizer=_with_template(run, config, source.tokenizer))
 
 
 def _ready(model: GPT, keep_dtype: bool) -> GPT:
@@ -83,9 +85,8 @@ def _ready(model: GPT, keep_dtype: bool) -> GPT:
     return model
 
 
-def _with_template(run: RunFolder, tokenizer: HubTokenizer) -> HubTokenizer:
+def _with_template(run: RunFolder, config: TrainConfig, tokenizer: HubTokenizer) -> HubTokenizer:
     """The tokenizer with the chat template that the run's examples were written in."""
     if run.template_file.is_file():
         return with_own_template(run.path, tokenizer)
-    data = load_config(run.config_file).data
-    return with_template(data, tokenizer) if isinstance(data, ExampleConfig) else tokenizer
+    return with_template(config.data, tokenizer) if isinstance(config.data, ExampleConfig) else tokenizer

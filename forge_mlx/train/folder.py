@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import fcntl
 import os
 from pathlib import Path
-from typing import Any
 
 from forge_mlx.train.checkpoint import (
     UNFINISHED,
@@ -18,30 +17,9 @@ from forge_mlx.train.checkpoint import (
     remove_unfinished,
 )
 from forge_mlx.train.config import TrainConfig
+from forge_mlx.train.config_changes import anchored, compare
 from forge_mlx.train.load import dump_config, load_config
 from forge_mlx.train.metrics import replace_file
-from forge_mlx.train.pretrained_config import PretrainedConfig
-
-# A checkpoint means something else when one of these changes; all other keys may change between two starts.
-_FIXED_KEYS = (
-    "model",
-    "adapter",
-    "qat",
-    "preference",
-    "data",
-    "run.seed",
-    "train.batch_size",
-    "train.seq_len",
-    "train.accumulate",
-    "optim.name",
-)
-_IGNORED_KEYS = ("run.dir", "run.resume")
-# Where the weights lie that a run goes on from: which ones they are, its checkpoint knows.
-_PLACES = ("model.path", "model.revision")
-# A section whose keys are the user's: of the patterns the last that fits counts, so that their order means something.
-_ORDERED_SECTION = "qat.overrides"
-# The trainer replaces null or auto in these by what it chose and writes that down.
-_RESOLVED_KEYS = ("model.vocab_size", "run.device", "run.dtype")
 
 
 class RunFolderError(ValueError):
@@ -190,15 +168,7 @@ class RunFolder:
         Raises:
             RunFolderError: some of them decide what the checkpoint means.
         """
-        old, new = _flatten(_anchored(load_config(self.config_file))), _flatten(_anchored(config))
-        changed: list[str] = []
-        refused: list[str] = []
-        for key in sorted(old.keys() | new.keys()):
-            filled_in = key in _RESOLVED_KEYS and new.get(key) in (None, "auto")
-            if key in _IGNORED_KEYS or old.get(key) == new.get(key) or filled_in:
-                continue
-            fixed = key not in _PLACES and any(f"{key}.".startswith(f"{prefix}.") for prefix in _FIXED_KEYS)
-            (refused if fixed else changed).append(f"{key}: {old.get(key)!r} -> {new.get(key)!r}")
+        changed, refused = compare(load_config(self.config_file), config)
         if refused:
             raise RunFolderError(
                 f"{self.path}: this run cannot go on with other values of these keys (old -> new):\n  "
@@ -236,11 +206,16 @@ class RunFolder:
         for folder in (self.path, self.checkpoints):
             remove_unfinished(folder)
 
-    def write_config(self, config: TrainConfig) -> None:
-        """Write the resolved config, through a temporary file; what it says of resuming was for this start alone."""
-        config = _anchored(config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})}))
+    def write_config(self, config: TrainConfig, note: str = "") -> None:
+        """Write the resolved config, through a temporary file; what it says of resuming was for this start alone.
+
+        Args:
+            config: of this start.
+            note: a line for people above it.
+        """
+        config = anchored(config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})}))
         temporary = self.path / f"{UNFINISHED}{self.config_file.name}"
-        dump_config(config, temporary)
+        dump_config(config, temporary, note)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, self.config_file)
@@ -268,35 +243,3 @@ class RunFolder:
             with suppress(OSError):
                 self._lock_file.unlink()
                 self.path.rmdir()
-
-
-def _anchored(config: TrainConfig) -> TrainConfig:
-    """The config of a run with a checkpoint's whole path, where that is here.
-
-    Args:
-        config: of a run.
-    """
-    if not isinstance(config.model, PretrainedConfig):
-        return config
-    return config.model_copy(update={"model": config.model.anchored()})
-
-
-def _flatten(config: TrainConfig) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-
-    def visit(prefix: str, value: Any) -> None:
-        if prefix == _ORDERED_SECTION:
-            # Without any, as where the whole section above is missing.
-            flat[f"{prefix} (in this order)"] = list(value) or None
-            for key, inner in value.items():
-                # Whole: null keeps a module in float, an empty section does not.
-                said = inner and {name: chosen for name, chosen in inner.items() if chosen is not None}
-                flat[f"{prefix}.{key}"] = said
-        elif isinstance(value, dict):
-            for key, inner in value.items():
-                visit(f"{prefix}.{key}" if prefix else key, inner)
-        else:
-            flat[prefix] = value
-
-    visit("", config.model_dump(mode="json"))
-    return flat

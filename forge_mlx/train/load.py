@@ -1,6 +1,6 @@
 """Reading a training config: YAML, overrides from the command line; and writing one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import json
 from pathlib import Path
 import re
@@ -55,6 +55,23 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
             problems are listed.
     """
     values, lines = _read_yaml(path)
+    return make_config(values, overrides, path, lines)
+
+
+def make_config(
+    values: dict[str, Any], overrides: Sequence[str], path: Path, lines: Mapping[Key, int] | None = None
+) -> TrainConfig:
+    """Check the values of a training config.
+
+    Args:
+        values: of the sections, as YAML holds them; changed in place.
+        overrides: as `load_config` takes them.
+        path: the file that errors name.
+        lines: the line of each key of the file.
+
+    Raises:
+        ConfigError: as from `load_config`.
+    """
     root = _root(values, overrides)
     _fill_empty_sections(values, root)
     keys = [_apply_override(values, override, root) for override in overrides]
@@ -64,20 +81,26 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         return TrainConfig(**{name: getattr(read, name) for name in TrainConfig.model_fields})
     except ValidationError as error:
         found = error.errors(include_url=False)
-    problems = explain_errors(cast(list[Any], found), root, values, Origin(path, lines, keys))
+    problems = explain_errors(cast(list[Any], found), root, values, Origin(path, lines or {}, keys))
     if len(problems) > 1:
         problems = [f"{path}: {len(problems)} problems", *(f"  {problem}" for problem in problems)]
     raise ConfigError("\n".join(problems))
 
 
-def dump_config(config: BaseModel, path: Path) -> None:
-    """Write a config as YAML, every default spelt out."""
+def dump_config(config: BaseModel, path: Path, note: str = "") -> None:
+    """Write a config as YAML, every default spelt out.
+
+    Args:
+        config: of a run.
+        path: of the file.
+        note: a line that stands as a comment above it.
+    """
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.Representer = _Representer
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     with path.open("w", encoding="utf-8") as file:
-        file.write(_HEADER)
+        file.write(_HEADER + (f"# {note}\n" if note else ""))
         for name, section in config.model_dump(mode="json").items():
             file.write("\n")
             yaml.dump({name: section}, file)

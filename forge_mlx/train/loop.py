@@ -7,7 +7,7 @@ from forge_mlx.data.prepare_examples import ExampleFacts
 from forge_mlx.train.banner import log_device, log_model, log_path, setup_facts
 from forge_mlx.train.checkpoint import remove_old
 from forge_mlx.train.config import TrainConfig
-from forge_mlx.train.device import Placement, choose_placement
+from forge_mlx.train.device import choose_placement, resolved
 from forge_mlx.train.folder import RunFolder, RunFolderError
 from forge_mlx.train.metrics import MetricsLog
 from forge_mlx.train.outcome import Interrupted, NonFiniteLoss, Outcome, TrainingStopped, finished_outcome
@@ -60,14 +60,14 @@ def _start(config: TrainConfig, folder: RunFolder, stop: StopSignals, log: Log) 
     """Make the trainer and run it in its folder; a run that has finished trains no more."""
     placement = choose_placement(config.run)
     mx.set_default_device(placement.device)
-    config = _resolved(config, placement)
+    config = resolved(config, placement)
     anew = config.run.resume == "never"
     with folder.locked():
         folder.check_usable(config)
         # Where a start ended before its first checkpoint, out of memory for one, every key may change.
         changed = folder.changed_keys(config) if folder.has_results and not anew else []
         if folder.started and not anew and (outcome := finished_outcome(folder, config, log)):
-            _say_finished(folder, changed, log)
+            _say_finished(folder, config, changed, log)
             return outcome
         if not anew:
             folder.require_way_on()
@@ -98,7 +98,7 @@ def _train_in_folder(trainer: Trainer, changed: list[str], stop: StopSignals, lo
         with MetricsLog(folder.metrics_file, notify=log) as metrics:
             # A start that ended before its first checkpoint left samples, perhaps of another config.
             metrics.truncate_after(trainer.step, without="sample" if trainer.saved_step is None else None)
-            folder.write_config(trainer.config)
+            folder.write_config(trainer.config, trainer.config.describe_epochs(trainer.rows.num_rows))
             _write_for_later(trainer)
             metrics.log("setup", trainer.step, time=trainer.seconds, **setup_facts(trainer))
             for notice in notices:
@@ -125,8 +125,8 @@ def _train_and_finish(trainer: Trainer, metrics: MetricsLog, stop: StopSignals, 
     """The loop and the end of a run; why it stopped early is logged."""
     loop = trainer.config.train
     try:
-        if trainer.step < loop.steps:
-            with stop.deferred(), Progress(loop.steps, trainer.step, log_every=loop.log_every) as bar:
+        if trainer.step < trainer.total_steps:
+            with stop.deferred(), Progress(trainer.total_steps, trainer.step, log_every=loop.log_every) as bar:
                 _run_loop(trainer, metrics, bar, stop)
         return _finish(trainer, metrics, log)
     except Interrupted as stopped:
@@ -150,10 +150,10 @@ def _run_loop(trainer: Trainer, metrics: MetricsLog, bar: Progress, stop: StopSi
         # What the checkpoint says before it is trained, for the report to stand beside what it says after.
         log_samples(trainer, metrics, bar.line)
     enter_phase(trainer, metrics, bar.line)
-    while trainer.step < loop.steps:
+    while trainer.step < trainer.total_steps:
         tokens_before, seconds_before = trainer.tokens, trainer.window.seconds
         norm, rate = trainer.train_step()
-        step, window, last = trainer.step, trainer.window, trainer.step == loop.steps
+        step, window, last = trainer.step, trainer.window, trainer.step == trainer.total_steps
         recent.append((trainer.tokens - tokens_before, window.seconds - seconds_before))
         tokens, seconds = (sum(each) for each in zip(*recent, strict=True))
         speed = tokens / seconds
@@ -179,8 +179,8 @@ def _run_loop(trainer: Trainer, metrics: MetricsLog, bar: Progress, stop: StopSi
         if stop.received is not None:
             rest = "" if not last else "; the last evaluation is still to come"
             raise Interrupted(
-                f"stopped by {stop.received.name} after step {step} of {loop.steps}{rest}. All of it is saved: the "
-                "same command goes on from here.",
+                f"stopped by {stop.received.name} after step {step} of {trainer.total_steps}{rest}. All of it is "
+                "saved: the same command goes on from here.",
                 stop.received,
             )
 
@@ -226,14 +226,9 @@ def _restore(trainer: Trainer, changed: list[str]) -> list[str]:
     return [*notices, "; ".join([f"resumed at step {trainer.step}", *(f"changed {change}" for change in changed)])]
 
 
-def _resolved(config: TrainConfig, placement: Placement) -> TrainConfig:
-    run = config.run.model_copy(update={"device": placement.device.type.name, "dtype": placement.dtype_name})
-    loop = config.train.model_copy(update={"sample_temperature": config.sample_temperature})
-    return config.model_copy(update={"run": run, "train": loop})
-
-
-def _say_finished(folder: RunFolder, changed: list[str], log: Log) -> None:
-    log(f"{folder.path}: this run has already finished; a larger train.steps goes on, run.resume=never starts anew.")
+def _say_finished(folder: RunFolder, config: TrainConfig, changed: list[str], log: Log) -> None:
+    key = "train.steps" if config.train.epochs is None else "train.epochs"
+    log(f"{folder.path}: this run has already finished; a larger {key} goes on, run.resume=never starts anew.")
     if changed:
         log(f"without effect, as there is nothing left to do: {'; '.join(changed)}")
     # Missing when the earlier start was killed right at its end.

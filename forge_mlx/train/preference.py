@@ -1,8 +1,10 @@
 """Training on pairs of answers: the objective."""
 
 from collections.abc import Mapping
+from typing import Final
 
 from forge_mlx.data.batch import Batch
+from forge_mlx.data.preference_rows import PreferenceRows
 from forge_mlx.nn.log_probs import sequence_log_probs
 from forge_mlx.nn.preference import PreferenceLoss, dpo_loss, orpo_loss
 from forge_mlx.train.objective import Arrays, Measures, padding_arguments
@@ -11,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 # A pair is two rows, the chosen answer's first.
-_PAIR = 2
+_PAIR: Final = PreferenceRows.group_size
 
 
 class PairPreference:

@@ -5,11 +5,12 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from forge_mlx._text import count
 from forge_mlx.data.batch import Batch
 from forge_mlx.data.preference_rows import PreferenceRows
+from forge_mlx.hub.safetensors_files import write_tensors
 from forge_mlx.models.gpt import GPT
 from forge_mlx.nn.log_probs import sequence_log_probs
 from forge_mlx.train.checkpoint import UNFINISHED
@@ -23,8 +24,7 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-# A pair is two rows, the chosen answer's first.
-_PAIR = 2
+_PAIR: Final = PreferenceRows.group_size
 _KEY = "key"
 # Changes when the same model and pairs would give other numbers.
 _VERSION = 1
@@ -54,10 +54,8 @@ class Reference(NamedTuple):
         if not self.is_new and file.is_file():
             return
         temporary = file.with_name(f"{UNFINISHED}{file.name}")
-        # Through Python's file: MLX's own writer does not say why it failed.
-        with temporary.open("wb") as opened:
-            arrays = {"train": mx.array(self.train), "valid": mx.array(self.valid)}
-            mx.save_safetensors(opened, arrays, {_KEY: self.key})
+        arrays = {"train": mx.array(self.train), "valid": mx.array(self.valid)}
+        write_tensors(temporary, arrays, {_KEY: self.key})
         os.replace(temporary, file)
 
 

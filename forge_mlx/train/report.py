@@ -101,7 +101,7 @@ def write_report(run: Run) -> Path:
         max_points=max(chart["thinned_to"] for chart in drawn),
         answers=before_and_after(run),
         samples=[(step, samples[step]) for step in sorted(samples, reverse=True)],
-        facts=[(" / ".join(path), fact_text(value)) for path, value in flat(run.facts)],
+        facts=[(" / ".join(path), fact_text(value)) for path, value in flat(run.facts) if value is not None],
     )
     # A sample may hold a lone surrogate, which UTF-8 cannot.
     replace_file(run.folder / "report.html", page.encode("utf-8", "backslashreplace"))

@@ -48,6 +48,7 @@ class Trainer:
         model: what is trained.
         rows: the training text as rows.
         valid_rows: the validation text as rows.
+        total_steps: updates of the whole run.
         step: updates done.
         tokens: target tokens seen.
         window: sums since the last training record; the loop starts a new one with each record.
@@ -61,7 +62,7 @@ class Trainer:
     def __init__(self, work: Work, placement: Placement, folder: RunFolder) -> None:
         self.work, self.config, self.placement, self.folder = work, work.config, placement, folder
         self.model, self.tokenizer = work.model, work.tokenizer
-        self.rows, self.valid_rows = work.rows, work.valid_rows
+        self.rows, self.valid_rows, self.total_steps = work.rows, work.valid_rows, work.total_steps
         self.objective = self._objective()
         self.stream = BatchStream(self.rows, self.config.train.batch_size, self.config.run.seed)
         optimizer = build_optimizer(self.config.optim)
@@ -171,7 +172,7 @@ class Trainer:
                 f"step {self.step + 1}: the loss is {loss}, its gradient norm {norm}: {where}. "
                 "Nothing was updated in this step."
             )
-        factor = learning_rate_factor(optim, self.step, loop.steps)
+        factor = learning_rate_factor(optim, self.step, self.total_steps)
         self.step_function.update(grads, norm, count, factor)
         if isinstance(self.model, MoE):
             self.model.balance([record.load for record in self.step_function.routing])

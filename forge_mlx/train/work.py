@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from forge_mlx._text import count
 from forge_mlx.data.config import DataConfig
 from forge_mlx.data.example_config import ExampleConfig
-from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.data.preference_rows import PreferenceRows
 from forge_mlx.data.prepare import DataFacts, PreparedData, prepare
-from forge_mlx.data.prepare_examples import ExampleFacts, prepare_examples
+from forge_mlx.data.prepare_examples import ExampleFacts
 from forge_mlx.data.stream import Rows, TrainingRows, training_rows, validation_rows
 from forge_mlx.data.text_tokenizer import TextTokenizer
 from forge_mlx.hub.fingerprint import weights_fingerprint
@@ -22,13 +21,14 @@ from forge_mlx.models.qat import convert_qat, prepare_qat, set_fake_quant
 from forge_mlx.models.registry import build_model
 from forge_mlx.nn.adapted_base import weight_shape
 from forge_mlx.nn.coded import coded_layers
-from forge_mlx.train.config import TrainConfig, shape_problems
+from forge_mlx.train.config import TrainConfig, require_fitting_shape
 from forge_mlx.train.device import Placement
+from forge_mlx.train.examples import begin_examples
 from forge_mlx.train.folder import RunFolder
 from forge_mlx.train.nonfinite import nonfinite_arrays
 from forge_mlx.train.preference import PairPreference
 from forge_mlx.train.pretrained_config import PretrainedConfig
-from forge_mlx.train.prompts import Prompt, corpus_prompt, example_prompts
+from forge_mlx.train.prompts import Prompt, corpus_prompt
 from forge_mlx.train.reference import Reference, find_reference
 import mlx.core as mx
 
@@ -47,6 +47,7 @@ class Work:
         valid_rows: the validation text as rows.
         facts: counts of both.
         prompts: what samples continue.
+        total_steps: updates of the whole run.
         source: the checkpoint that training goes on from; None: a new model.
         base: fingerprint of its weights.
         reference: what the loss of pairs compares with; None: nothing.
@@ -59,6 +60,7 @@ class Work:
     valid_rows: Rows
     facts: DataFacts | ExampleFacts
     prompts: list[Prompt]
+    total_steps: int
     source: Pretrained | None = None
     base: str | None = None
     reference: Reference | None = None
@@ -73,8 +75,8 @@ def begin_work(config: TrainConfig, placement: Placement, log: Log) -> Work:
         log: takes a line for people.
 
     Raises:
-        ValueError: the checkpoint cannot be read or does not fit the config, the data are missing or malformed, or the
-            sample's prompt leaves no room for a sample.
+        ValueError: the checkpoint cannot be read or does not fit the config, the data are missing or malformed, the
+            epochs take too few steps, or the sample's prompt leaves no room for a sample.
         OSError: the cache's folder cannot be written.
     """
     if isinstance(config.model, PretrainedConfig):
@@ -86,11 +88,12 @@ def begin_work(config: TrainConfig, placement: Placement, log: Log) -> Work:
     assert isinstance(shape, DecoderConfig)
     # What only the first evaluation or sample would find out ends a run before it begins.
     rows, valid = _corpus_rows(config, data)
+    steps = config.total_steps(rows.num_rows)
     prompt = corpus_prompt(config, shape, data.tokenizer, valid, data.facts.train_documents)
     model = build_model(shape, seed=config.run.seed)
     if config.qat is not None:
         set_fake_quant(prepare_qat(model, config.qat), False)
-    return Work(config, model, data.tokenizer, rows, valid, data.facts, [prompt])
+    return Work(config, model, data.tokenizer, rows, valid, data.facts, [prompt], steps)
 
 
 def _continued(config: TrainConfig, placement: Placement, log: Log) -> Work:
@@ -103,19 +106,17 @@ def _continued(config: TrainConfig, placement: Placement, log: Log) -> Work:
     valid: Rows
     facts: DataFacts | ExampleFacts
     if isinstance(config.data, ExampleConfig):
-        examples = prepare_examples(
-            config.data, tokenizer, seq_len=config.train.seq_len, log=log, limit=shape.max_seq_len
-        )
-        _require_embeddings(examples.tokenizer, shape, examples.train, examples.valid)
-        _say_if_few(examples.train, config.train.batch_size, log)
+        examples, prompts, lines = begin_examples(config, tokenizer, shape, log)
+        for line in lines:
+            log(line)
         source = source._replace(tokenizer=examples.tokenizer)
-        prompts = example_prompts(config, shape, examples)
         rows, valid, facts, tokenizer = examples.train, examples.valid, examples.facts, examples.tokenizer
     else:
         data = prepare(config.data, log=log, tokenizer=tokenizer)
         rows, valid = _corpus_rows(config, data)
         prompts = [corpus_prompt(config, shape, tokenizer, valid, data.facts.train_documents)]
         facts = data.facts
+    steps = config.total_steps(rows.num_rows)
     make_trainable(config, model)
     _say_if_wide(model, log)
     reference = None
@@ -124,7 +125,7 @@ def _continued(config: TrainConfig, placement: Placement, log: Log) -> Work:
         splits, file = {"train": rows, "valid": valid}, RunFolder(config.run.dir).reference_file
         reference = find_reference(config, placement, model, splits, base, file, log)
         rows, valid = rows.with_reference(*reference.train.T), valid.with_reference(*reference.valid.T)
-    return Work(config, model, tokenizer, rows, valid, facts, prompts, source, base, reference)
+    return Work(config, model, tokenizer, rows, valid, facts, prompts, steps, source, base, reference)
 
 
 def load_base(config: TrainConfig, placement: Placement, log: Log) -> Pretrained:
@@ -142,8 +143,7 @@ def load_base(config: TrainConfig, placement: Placement, log: Log) -> Pretrained
     assert isinstance(base, PretrainedConfig)
     # What of the file is not used, loading it says.
     shape = read_shape(base.path, revision=base.revision, log=lambda _: None)
-    if problems := shape_problems(config, shape):
-        raise ValueError("; ".join(problems) + ".")
+    require_fitting_shape(config, shape)
     source = load_pretrained(base.path, dtype=dtype, revision=base.revision, log=log)
     _prepare_base(base, source.model, dtype)
     return source
@@ -163,15 +163,6 @@ def _require_finite(model: GPT, config: TrainConfig, placement: Placement) -> No
     )
 
 
-def _say_if_few(rows: TrainingRows, batch_size: int, log: Log) -> None:
-    if rows.num_rows < batch_size:
-        noun = "row" if rows.group_size == 1 else "pair"
-        log(
-            f"{count(rows.num_rows, noun)} to train on, fewer than train.batch_size, {batch_size}: a batch takes "
-            "those of several epochs"
-        )
-
-
 def _say_if_wide(model: GPT, log: Log) -> None:
     layers = adapted_layers(model)
     wide = [name for name, layer in layers if layer.adapter.rank > min(weight_shape(layer.base)[-2:])]
@@ -179,16 +170,6 @@ def _say_if_wide(model: GPT, log: Log) -> None:
         log(
             f"WARNING: adapter.rank {layers[0][1].adapter.rank} is above the width of {count(len(wide), 'layer')}, "
             f"{wide[0]} first: it learns no more than the width would, of more parameters"
-        )
-
-
-def _require_embeddings(tokenizer: HubTokenizer, shape: DecoderConfig, *splits: Rows) -> None:
-    """Raise for a special token of the examples, or of their template, that the model has no row for."""
-    largest = max(int(rows.tokens.tokens.max()) for rows in splits)
-    if largest >= (shape.vocab_size or 0):
-        raise ValueError(
-            f"the examples must have tokens of the model alone, which has {shape.vocab_size}, but one is "
-            f"{tokenizer.token_name(largest)}, token {largest}. Take it out of them and of the chat template."
         )
 
 

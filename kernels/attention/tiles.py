@@ -11,7 +11,6 @@ LONG_HEAD: Final = 128
 """The largest head size with 32 own rows or more in every kernel; above, 16."""
 
 _WIDEST_PART: Final = 64
-_MOST_SIMDGROUPS: Final = 8
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import time
 
 from chat_templates import FAMILIES
-from forge_mlx.data import template_sandbox
+from forge_mlx.data import template_bounds
 from forge_mlx.data.chat_template import BUILT_IN_TEMPLATES, ChatTemplate, end_of_turn
 import pytest
 
@@ -141,7 +141,7 @@ TOO_MUCH = {
 
 @pytest.mark.parametrize("source", {**REACHES, **TOO_MUCH}.values(), ids={**REACHES, **TOO_MUCH})
 def test_hostile_templates_are_stopped(monkeypatch, source):
-    monkeypatch.setattr(template_sandbox, "MAX_ROUNDS", 5000)
+    monkeypatch.setattr(template_bounds, "MAX_ROUNDS", 5000)
     began = time.perf_counter()
     with pytest.raises(
         ValueError, match=r"must keep to messages and text but( in line 1)? it does not: .*\. Do not use"

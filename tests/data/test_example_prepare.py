@@ -28,7 +28,10 @@ def prepare(tokenizer, records, seq_len=64, log=lambda _: None, **values):
     with open("a.jsonl", "w") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
     config = ExampleConfig.model_validate({"format": "prompt_completion", "source": "a.jsonl", **values})
-    return prepare_examples(config, tokenizer, seq_len=seq_len, log=log)
+    prepared = prepare_examples(config, tokenizer, seq_len=seq_len, log=log)
+    for line in prepared.lines:
+        log(line)
+    return prepared
 
 
 def numbered(count, length=3):

@@ -10,19 +10,39 @@ from forge_mlx.data.chat import Encoded
 from forge_mlx.data.example_cache import Item
 from forge_mlx.data.example_config import ExampleConfig
 from forge_mlx.data.preview import Preview, token_runs
+from forge_mlx.data.tokenizer import Tokenizer
+from forge_mlx.hub.gguf_write import write_gguf
+from forge_mlx.models.gpt import GPT, GPTConfig
 import numpy as np
 import pytest
 from rich.console import Console
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hey\nyou"}]
 
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "intermediate_size": 64,
+    "max_position_embeddings": 600,
+}
+CONFIG = """\
+run: {dir: run}
+model: {path: model}
+data: {format: chat, source: a.jsonl}
+train: {steps: 6, batch_size: 2, seq_len: 64}
+"""
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a model's tokenizer in `model`."""
+    """A folder with a model's shape and tokenizer in `model`, and no weights."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     character_tokenizer().save(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
     return tmp_path
 
 
@@ -48,6 +68,17 @@ def test_plain_text_has_marks(folder, call_main):
     assert "\x1b" not in out
 
 
+def test_the_tokenizer_of_a_gguf_file(folder, call_main):
+    pieces = Tokenizer.train([f"{number} is a number\n" for number in range(500)], kind="bpe", vocab_size=288)
+    shape = {"num_layers": 1, "hidden_size": 32, "num_heads": 1, "intermediate_size": 64, "max_seq_len": 100}
+    write_gguf(folder / "m.gguf", GPT(GPTConfig(vocab_size=288, **shape), seed=1), pieces, kind="f16")
+    write(folder / "a.jsonl", *[{"prompt": "1 is ", "completion": "a number"}] * 2)
+    status, out, err = call_main(main, "preview", "a.jsonl", "--tokenizer", "m.gguf")
+    assert (status, err) == (0, "")
+    assert re.search(r"1 is ?\[\[ ?a number<.*>\]\]", out)
+    assert "rows of at most 100" in out
+
+
 def test_rows_with_their_texts(folder, call_main):
     write(folder / "a.jsonl", *[{"prompt": "ab", "completion": "cde"}] * 4)
     arguments = ("preview", "a.jsonl", "--tokenizer", "model", "--seq-len", 16, "--packed", "-n", 1)
@@ -69,26 +100,87 @@ def test_pairs(folder, call_main):
 
 def test_a_config_says_all(folder, call_main):
     write(folder / "a.jsonl", *[{"dialogue": TURNS}] * 3)
-    (folder / "c.yaml").write_text(
-        "model: {path: model}\ndata: {format: chat, source: a.jsonl, messages_field: dialogue, truncate: split}\n"
-        "train: {seq_len: 16}\n"
-    )
-    status, out, err = call_main(main, "preview", "c.yaml")
+    (folder / "c.yaml").write_text(CONFIG)
+    overrides = ("data.messages_field=dialogue", "data.truncate=split", "train.seq_len=16")
+    status, out, err = call_main(main, "preview", "c.yaml", overrides[0], "-n", 1, *overrides[1:])
     assert (status, err) == (0, "")
     assert "3 examples longer than a row: cut into pieces" in out
     assert "3 rows of 16, 81 % full" in out
+    # As training has it, which holds one out.
+    assert "split as longer than a row of 16: 3 examples into 3 pieces" in out
+    assert "would not start" not in out
 
 
 def test_too_long_examples_are_shown_all_the_same(folder, call_main):
     write(folder / "a.jsonl", {"messages": TURNS}, {"messages": [TURNS[0], {"role": "assistant", "content": "x" * 80}]})
     status, out, _ = call_main(main, "preview", "a.jsonl", "--tokenizer", "model", "--seq-len", 64, "--tokens", 20)
     assert status == 0
-    text = " ".join(out.split())
     assert (
-        "would not start: [data] with truncate: error all examples must fit into train.seq_len, 64, but 1 of 2" in text
-    )
+        "would not start: [data] with truncate: error all examples must fit into train.seq_len, 64, but 1 of 2 do not, "
+        "the longest 103 tokens at a.jsonl:2. Raise train.seq_len to 102, or set data.truncate to drop or split."
+    ) in " ".join(out.split())
     assert "1 example longer than a row: left out here" in out
     assert "... 83 tokens not shown (--tokens) ..." in out
+
+
+def talks(*answers):
+    return [{"messages": [TURNS[0], {"role": "assistant", "content": answer}]} for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("records", "overrides", "reason"),
+    [
+        (
+            talks("a", "b"),
+            ("train.seq_len=601",),
+            "train.seq_len must be at most the model's longest sequence, 600, but got 601. Lower it.",
+        ),
+        (talks("a"), (), "[data] source must hold at least 2 examples, one of them to validate on, but holds 1."),
+        (
+            talks("a", "x" * 80),
+            ("data.truncate=drop",),
+            "[data] truncate: drop must leave examples but all 1 of the valid split are longer than train.seq_len, 64,",
+        ),
+        (
+            talks("a", "x" * 700),
+            (),
+            "Raise train.seq_len to the model's longest sequence, 600, and set data.truncate to drop or split for",
+        ),
+        (
+            talks("a", "b"),
+            ("train.sample_prompt=" + "x" * 600,),
+            "train.sample_prompt must be shorter than the model's longest sequence, 600 tokens,",
+        ),
+    ],
+)
+def test_says_what_training_would_refuse(folder, call_main, monkeypatch, records, overrides, reason):
+    monkeypatch.setenv("COLUMNS", "1000")
+    write(folder / "a.jsonl", *records)
+    (folder / "c.yaml").write_text(CONFIG)
+    status, out, err = call_main(main, "preview", "c.yaml", *overrides)
+    assert (status, err) == (0, "")
+    [said] = re.findall("^would not start: (.*)$", out, re.MULTILINE)
+    assert reason in said
+    assert "example 1 of" in out
+
+
+def test_a_special_token_that_the_model_lacks(folder, call_main):
+    (folder / "model" / "config.json").write_text(json.dumps(SHAPE | {"vocab_size": 258}))
+    write(folder / "a.jsonl", *talks("a", "b"))
+    _, out, _ = call_main(main, "preview", "a.jsonl", "--tokenizer", "model")
+    text = " ".join(out.split())
+    assert "1 special token has no embedding, and no text may have it: <|im_end|>" in text
+    assert "would not start: the examples must have tokens of the model alone, which has 258, but one is <|im" in text
+
+
+def test_a_row_is_no_longer_than_the_model_takes(folder, call_main):
+    (folder / "model" / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 100}))
+    write(folder / "a.jsonl", *talks("a", "b"))
+    _, out, _ = call_main(main, "preview", "a.jsonl", "--tokenizer", "model")
+    assert "rows of at most 100" in out
+    assert "would not start" not in out
+    _, out, _ = call_main(main, "preview", "a.jsonl", "--tokenizer", "model", "--seq-len", 200)
+    assert "would not start: train.seq_len must be at most the model's longest sequence, 100" in out
 
 
 def preview(stream, **options):
@@ -159,11 +251,25 @@ def test_a_character_in_several_tokens_belongs_to_the_last():
         ("a.jsonl", "", ("--tokenizer", "model"), "a.jsonl must hold examples but is empty"),
         ("a.jsonl", "{", ("--tokenizer", "model"), "a.jsonl:1: each line must be one JSON object"),
         ("a.jsonl", '{"text": "Hi"}', ("--tokenizer", "none/at/all"), "none/at/all"),
-        ("a.yaml", "data: [", ("--tokenizer", "model"), "a.yaml: must be a readable YAML file but: while parsing"),
-        ("a.yaml", "[1]", ("--tokenizer", "model"), "a.yaml: must hold a config with a section `data`"),
-        ("a.yaml", "data: {source: stdlib}", (), "a.yaml: data.format must say what an example is: chat, prompt_"),
-        ("a.yaml", "data: {format: chat}", (), "a.yaml: data.source: Field required"),
-        ("a.yaml", "data: {format: chat, source: b}\nmodel: {path: model}", (), "'b' does not exist"),
+        ("a.jsonl", '{"text": "Hi"}', ("--tokenizer", "model", "data.trunc=drop"), "Did you mean data.truncate?"),
+        ("a.jsonl", '{"text": "Hi"}', ("--tokenizer", "model", "drop"), "an override is written section.key=value"),
+        ("a.jsonl", '{"text": "Hi"}', ("--tokenizer", "."), ".: must hold config.json but does not."),
+        ("a.yaml", "data: [", (), "a.yaml:1: not valid YAML"),
+        ("a.yaml", "[1]", (), "a.yaml: must hold the sections run, model, data"),
+        (
+            "a.yaml",
+            "run: {dir: run}\ndata: {source: stdlib}\nmodel: {}\ntrain: {steps: 1, batch_size: 1, seq_len: 8}",
+            (),
+            "a.yaml: data.format must say what an example is: chat, prompt_",
+        ),
+        (
+            "a.yaml",
+            CONFIG.replace("format: chat, source: a.jsonl", "format: chat"),
+            (),
+            "a.yaml:3: data.source: is req",
+        ),
+        ("a.yaml", CONFIG, ("data.source=b",), "'b' does not exist"),
+        ("a.yaml", CONFIG, ("train.seq_len=0",), "command line: train.seq_len: must be a whole number, greater than 0"),
     ],
 )
 def test_bad_input_gives_one_line(folder, call_main, file, content, arguments, message):
@@ -179,3 +285,9 @@ def test_an_option_out_of_its_range(capsys):
     with pytest.raises(SystemExit):
         main(["preview", "a.jsonl", "-n", "0"])
     assert "argument -n: must be a whole number of at least 1 but got '0'" in capsys.readouterr().err
+
+
+def test_an_option_that_there_is_not(capsys):
+    with pytest.raises(SystemExit):
+        main(["preview", "a.yaml", "data.truncate=drop", "--tokens", "5", "--packing"])
+    assert "unrecognized arguments: --packing" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 import time
 import tracemalloc
 
-from forge_mlx.data import template_sandbox
+from forge_mlx.data import template_bounds, template_sandbox
 from forge_mlx.data.chat_template import ChatTemplate
 from forge_mlx.data.template_lengths import Extents, filter_bound, formatted_bound, method_bound
 from jinja2.exceptions import SecurityError
@@ -74,7 +74,7 @@ HUGE = {
 
 @pytest.mark.parametrize("source", HUGE.values(), ids=HUGE)
 def test_what_would_take_all_memory_is_refused_before_it_does(monkeypatch, source):
-    monkeypatch.setattr(template_sandbox, "MAX_BYTES", 1 << 26)
+    monkeypatch.setattr(template_bounds, "MAX_BYTES", 1 << 26)
     template = ChatTemplate(source)
     began = time.perf_counter()
     tracemalloc.start()

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 import torch
 import transformers
+from ways_to_cut import PRE_TOKENIZERS
 
 V = 320
 # What config.json does not say and llama.cpp takes for granted: the scores' factor, which layers slide, caps.
@@ -174,29 +175,6 @@ def _permuted(value, heads: int):
     halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
     return halves.swapaxes(1, 2).reshape(value.shape)
 
-
-_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-_QWEN2_WORDS = _LLAMA3_WORDS.replace("{1,3}", "")
-
-
-def _split(pattern: str):
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
-
-
-PRE_TOKENIZERS = {
-    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
-    "smollm": lambda: pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    ),
-    "llama-bpe": lambda: _split(_LLAMA3_WORDS),
-    "qwen2": lambda: _split(_QWEN2_WORDS),
-}
-"""As the published tokenizer.json of GPT-2, SmolLM2, Llama 3 and Qwen 2.5 have them."""
 
 CORPUS = [
     "The quick brown fox jumps over 12345 lazy dogs, don't they? I'll say: it's 3.14159!\n\n",

@@ -10,44 +10,19 @@ from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.pretrained import load_pretrained, save_pretrained
 from forge_mlx.models.adapters import AdapterConfig, adapted_layers, adapter_parameters, add_adapters, merge_adapters
 from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
-from forge_mlx.nn.parameters import named_arrays
 import mlx.core as mx
 import mlx.optimizers as optim
-from mlx.utils import tree_unflatten
 import numpy as np
 import pytest
-from tiny_models import V, as_transformers_4, published, save
+from taught_adapters import assert_alike, bases, opened, taught
+from tiny_models import V, as_transformers_4
 
 TOKENS = mx.array(np.random.default_rng(5).integers(0, V, (2, 9)))
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A folder of transformers' making for each family that is asked for, made once."""
-    made: dict[str, Path] = {}
-
-    def folder(name="llama, biases"):
-        if name not in made:
-            made[name] = save(published(name), tmp_path_factory.mktemp("base"))
-            as_transformers_4(made[name])
-        return made[name]
-
-    return folder
-
-
-def opened(folder):
-    return load_pretrained(folder, log=lambda _: None).model
-
-
-def taught(model, config, seed=3):
-    add_adapters(model, config, seed=1)
-    rng = np.random.default_rng(seed)
-    arrays = []
-    for name, array in named_arrays(model.trainable_parameters()):
-        moved = rng.standard_normal(array.shape) * 0.2 + (np.array(array) if name.endswith(".m") else 0)
-        arrays.append((name, mx.array(moved, mx.float32)))
-    model.update(tree_unflatten(arrays))
-    return model
+    return bases(tmp_path_factory, as_transformers_4)
 
 
 def in_mlx_lm(base, adapter=None):
@@ -56,11 +31,6 @@ def in_mlx_lm(base, adapter=None):
     if adapter is not None:
         utils.load_adapters(model, str(adapter))
     return model.eval()
-
-
-def assert_alike(found, expected, tolerance=2e-5):
-    found, expected = np.array(found), np.array(expected)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 CASES = {

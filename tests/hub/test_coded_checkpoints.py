@@ -19,6 +19,8 @@ pytestmark = pytest.mark.slow
 TOKENS = np.random.default_rng(6).integers(0, V, (2, 3 * WINDOW))
 FORMAT, Q_PROJ = {"bits": 4, "group_size": 32}, "model.layers.0.self_attn.q_proj"
 FAMILIES = ("llama", "llama, biases", "qwen2", "qwen3", "gemma3_text", "gpt2", "mixtral", "olmoe", "qwen3_moe", "dots1")
+# mlx-lm quantises routers of Qwen3-MoE in 8 bits, those of others like everything else, and of dots1 none.
+ROUTERS = {"mixtral": 3, "olmoe": 3, "qwen3_moe": 2}
 
 
 def quiet(line: str) -> None:
@@ -66,8 +68,8 @@ def assert_same_logits(name, ours, folder):
 def test_every_family(tmp_path, name):
     folder, lines = quantised(tmp_path, name), []
     opened = load_pretrained(folder, log=lines.append)
-    # mlx-lm quantises routers of Qwen3-MoE in 8 bits, and those of the others like everything else.
-    assert all("routers in codes were made floats" in line for line in lines)
+    said = f"{folder}: {ROUTERS.get(name)} routers in codes were made floats, as they are in every model here"
+    assert lines == ([said] if name in ROUTERS else [])
     coded = [name for name, module in opened.model.named_modules() if isinstance(module, Coded)]
     assert {"embed_tokens", "layers.0.self_attn.q_proj"} <= set(coded)
     if not opened.model.config.tie_embeddings:

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import math
+import re
 
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.families.registry import FAMILIES, describe, family_for
@@ -124,6 +126,34 @@ PUBLISHED = {
         **{"rms_norm_eps": 1e-05, "rope_theta": 10000000, "routed_scaling_factor": 2.5, "topk_method": "noaux_tc"},
         **{"scoring_func": "noaux_tc", "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 152064},
     },
+    "DeepSeek-V3": {
+        **{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "ep_size": 1},
+        **{"aux_loss_alpha": 0.001, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168},
+        **{"initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512, "moe_intermediate_size": 2048},
+        **{"max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_layer_freq": 1, "n_group": 8},
+        **{"n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128},
+        **{"num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "pretraining_tp": 1},
+        **{"num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+        **{"rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"},
+        **{"seq_aux": True, "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc"},
+        **{"v_head_dim": 128, "vocab_size": 129280},
+        "rope_scaling": {
+            **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"},
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "Moonlight-16B-A3B": {
+        **{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "ep_size": 1},
+        **{"aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048},
+        **{"initializer_range": 0.02, "intermediate_size": 11264, "kv_lora_rank": 512, "moe_intermediate_size": 1408},
+        **{"max_position_embeddings": 8192, "model_type": "deepseek_v3", "moe_layer_freq": 1, "n_group": 1},
+        **{"n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 16},
+        **{"num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "pretraining_tp": 1},
+        **{"num_nextn_predict_layers": 0, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+        **{"rms_norm_eps": 1e-05, "rope_theta": 50000.0, "routed_scaling_factor": 2.446, "scoring_func": "sigmoid"},
+        **{"seq_aux": True, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc"},
+        **{"v_head_dim": 128, "vocab_size": 163840},
+    },
 }
 SAID = {
     "SmolLM2-135M": {"rope_base": 1e5, "num_kv_heads": 3, "tie_embeddings": True, "head_dim": None, "norm_eps": 1e-5},
@@ -169,6 +199,15 @@ SAID = {
         **{"shared_experts": 2, "dense_layers": 1, "mlp_size": 10944, "routed_scaling": 2.5, "selection_bias": True},
         **{"router_scores": "sigmoid", "sliding_window": None, "qk_norm": True},
     },
+    "DeepSeek-V3": {
+        **{"attention_scale": (0.1 * math.log(40) + 1) ** 2 * 192**-0.5, "latent_eps": 1e-6, "norm_eps": 1e-6},
+        "rope_scaling": RopeScaling(kind="yarn", factor=40.0, original_max_seq_len=4096, attention_factor=1.0),
+        **{"head_size": 192, "rotary_size": 64, "attention_sizes": (192, 128), "expert_groups": 8},
+    },
+    "Moonlight-16B-A3B": {
+        **{"attention_scale": None, "rope_scaling": None, "latent_eps": 1e-6, "norm_eps": 1e-5, "q_lora_rank": None},
+        **{"rope_base": 5e4, "shared_experts": 2, "routed_scaling": 2.446},
+    },
 }
 
 
@@ -183,20 +222,23 @@ def test_a_published_model(name):
     again, unknown = family.read_config(written, "written")
     assert unknown == []
     assert family.write_config(again) == written
-    not_of_the_shape = {"router_aux_loss_coef", "max_window_layers", "scoring_func"}
+    not_of_the_shape = {"router_aux_loss_coef", "max_window_layers", "scoring_func", "num_nextn_predict_layers"}
     if described.config.sliding_window is None:
         not_of_the_shape.add("sliding_window")
     if name == "Qwen3-30B-A3B":
         # The width of dense layers, of which there are none.
         not_of_the_shape.add("intermediate_size")
     for key, value in described.values.items():
-        if key in written.keys() - not_of_the_shape:
+        if key == "rope_scaling" and value is not None:
+            # attention_factor, which follows from the others, is said too.
+            assert written[key].items() >= {k: v for k, v in value.items() if k != "type"}.items()
+        elif key in written.keys() - not_of_the_shape:
             assert written[key] == value or (key.endswith("_pdrop") and written[key] == 0), key
 
 
 def test_every_family_is_there():
     published = {describe(values, "").family.model_type for values in PUBLISHED.values()}
-    assert FAMILIES.keys() - published == {"deepseek_v3"}
+    assert FAMILIES.keys() == published
 
 
 LATENT = {
@@ -212,24 +254,44 @@ def test_deepseek_v3():
     config = describe(LATENT, "").config
     assert (config.kv_lora_rank, config.head_size, config.rotary_size) == (20, 20, 8)
     assert family_for(config).model_type == "deepseek_v3"
+    # An eps of latents that is left out is norm_eps.
+    assert family_for(config.model_copy(update={"latent_norm_eps": None})).model_type == "deepseek_v3"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"latent_norm_eps": None, "norm_eps": 1e-5}, r"latent_norm_eps: 1e-05 \(must be 1e-06\)"),
+        ({"attention_scale": 0.3}, r"attention_scale: 0\.3 \(must be 0\.2236"),
+        (
+            {"attention_scale": 0.3, "rope_scaling": RopeScaling(kind="yarn", factor=1.0, original_max_seq_len=64)},
+            r"attention_scale: 0\.3 \(must be 0\.2236",
+        ),
+    ],
+    ids=["eps", "scale", "scale and a factor of 1"],
+)
+def test_what_a_deepseek_v3_cannot_say(change, message):
+    described = describe(LATENT, "")
+    (problem,) = described.family.differences(described.config.model_copy(update=change))
+    assert re.match(message, problem)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
-            {"rms_norm_eps": 1e-5},
-            "rms_norm_eps must be 1e-06 in a deepseek_v3, as that of its latents always is, but got",
+            {"rope_scaling": {"type": "linear", "factor": 40, "mscale_all_dim": 1.0}},
+            "mscale_all_dim must be left out with rope_type 'linear' but is there.",
         ),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}},
-            "rope_type must be 'default' in a deepseek_v3 but there is another",
+            {"rope_scaling": {"type": "dynamic", "factor": 40}},
+            "rope_type must be among default, linear, llama3, yarn but got 'dynamic'",
         ),
         ({"moe_layer_freq": 2}, "moe_layer_freq must be 1 but got 2"),
         ({"topk_method": "greedy"}, "topk_method must be 'noaux_tc' but got 'greedy'"),
         ({"topk_group": 5}, "groups_per_token must be 1 to expert_groups, 4, but got 5. Change one of them."),
     ],
-    ids=["eps", "yarn", "every other layer", "other choice", "groups"],
+    ids=["factor of scores", "dynamic", "every other layer", "other choice", "groups"],
 )
 def test_what_deepseek_v3_has_and_we_have_not(change, message):
     with pytest.raises(HubError) as caught:

@@ -178,7 +178,7 @@ def write_model(file, *, architecture="llama", tensors=None, kind="F32", tokens=
 
 WRONG_MODELS = {
     "architecture": ({"architecture": "mamba"}, r"general\.architecture must be one of llama, .* but got 'mamba'"),
-    "experts": ({"expert_count": 8}, r"llama\.expert_count must be 0 but got 8"),
+    "experts": ({"expert_count": 8}, r"blk\.0\.ffn_gate_inp\.weight, which chooses among experts, must be there"),
     "missing key": ({"context_length": None}, r"the metadata must have llama\.context_length but does not"),
     "key of another type": ({"block_count": "one"}, r"llama\.block_count must be a whole number but got 'one'"),
     "layers that differ": ({"attention.head_count_kv": [2, 4]}, r"must be the same for all layers but got \[2, 4\]"),

@@ -1,13 +1,9 @@
 """llama.cpp itself opens what is written here: the same ids of a text, and the same probabilities."""
 
-import importlib.util
-import json
-import subprocess
-import sys
-
 from forge_mlx.hub.gguf import load_gguf
 from forge_mlx.hub.gguf_write import write_gguf
 from gguf_oracle import CONFIGS, V, published, write_gguf_of
+from llama_cpp import ask
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -15,39 +11,6 @@ import pytest
 pytestmark = pytest.mark.slow
 
 TEXTS = ["the quick brown fox, don't 12345\n\n  naïve", "It's 3.14159!  \n\tx", "東京 <think> 2024 Привет ½ ² "]
-# Run apart: the library writes to the streams of its process, and ends with it if a file is not to its liking.
-_ASK = """
-import json, sys
-import xllamacpp
-
-parameters = xllamacpp.CommonParams()
-parameters.model.path = sys.argv[1]
-parameters.n_ctx, parameters.n_parallel, parameters.warmup = 256, 1, False
-parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-server = xllamacpp.Server(parameters)
-answers = []
-for prompt in json.loads(sys.argv[2]):
-    request = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 20}
-    answers.append(server.handle_completions(request))
-print("ANSWERS" + json.dumps(answers))
-"""
-
-
-def ask(file, prompts):
-    """For each prompt, text or ids: how many tokens it has, and the likeliest next ones with their log-probability."""
-    if importlib.util.find_spec("xllamacpp") is None:
-        pytest.fail("needs the package xllamacpp: pip install --no-deps xllamacpp==2026.10.11549")
-    command = [sys.executable, "-c", _ASK, str(file), json.dumps(prompts)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert "ANSWERS" in done.stdout, done.stderr[-2000:]
-    answers = json.loads(done.stdout.partition("ANSWERS")[2].splitlines()[0])
-    found = []
-    for answer in answers:
-        (token,) = answer["choices"][0]["logprobs"]["content"]
-        top = {each["id"]: each["logprob"] for each in token["top_logprobs"]}
-        found.append((answer["usage"]["prompt_tokens"], top))
-    return found
 
 
 def log_probs(model, ids):
@@ -56,8 +19,8 @@ def log_probs(model, ids):
 
 
 def assert_agrees(answer, model, ids, tolerance):
-    count, top = answer
-    assert count == len(ids)
+    (top,) = answer.top
+    assert answer.count == len(ids)
     expected = log_probs(model, ids)
     assert len(top) == 20
     for token, value in top.items():

@@ -3,7 +3,6 @@
 import json
 import resource
 
-from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.hub.save import save_pretrained
 from forge_mlx.models.gpt import GPTConfig
 from forge_mlx.models.moe import MoEConfig
@@ -14,14 +13,14 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 import numpy as np
 import pytest
+from tiny_bpe import tiny_bpe
 
 SHAPE = {"vocab_size": 300, "num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "max_seq_len": 32}
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    text = "".join(f"def f_{i}(x):\n    return x + {i}\n" for i in range(200))
-    return Tokenizer.train([text], kind="bpe", vocab_size=300)
+    return tiny_bpe()
 
 
 def gpt(**changes):

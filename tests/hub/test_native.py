@@ -2,13 +2,13 @@ import json
 import resource
 import shutil
 
-from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.hub.native import ModelFolderError, begins_with_end, load_model, load_weights, save_model
 from forge_mlx.models.gpt import GPT, GPTConfig
 import mlx.core as mx
 from mlx.utils import tree_flatten
 import numpy as np
 import pytest
+from tiny_bpe import tiny_bpe
 
 CONFIGS = {
     "llama": GPTConfig(vocab_size=300, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, rope_base=5e5),
@@ -39,8 +39,7 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    text = "".join(f"def f_{i}(x):\n    return x + {i}\n" for i in range(200))
-    return Tokenizer.train([text], kind="bpe", vocab_size=300)
+    return tiny_bpe()
 
 
 @pytest.fixture

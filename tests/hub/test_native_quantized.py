@@ -2,7 +2,6 @@
 
 import json
 
-from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.generate import main
 from forge_mlx.hub.native import ModelFolderError, load_model, save_model
 from forge_mlx.kernels.quantize.options import MODES
@@ -15,6 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 import numpy as np
 import pytest
+from tiny_bpe import tiny_bpe
 
 SHAPE = {"vocab_size": 300, "num_layers": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64}
 GPT_CONFIG = GPTConfig(**SHAPE, tie_embeddings=False, bias=True)
@@ -24,8 +24,7 @@ TOKENS = mx.array([[1, 2, 3, 299]])
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    text = "".join(f"def f_{i}(x):\n    return x + {i}\n" for i in range(200))
-    return Tokenizer.train([text], kind="bpe", vocab_size=300)
+    return tiny_bpe()
 
 
 def converted(model, dtype=None, **settings):

@@ -1,21 +1,18 @@
 """Adapters go to PEFT and come from it: the same logits in PyTorch as here, and what has no counterpart is refused."""
 
 import json
-from pathlib import Path
 
 from forge_mlx.adapter import main
 from forge_mlx.hub.adapter_files import load_adapters, save_adapters
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.peft import from_peft, to_peft
-from forge_mlx.hub.pretrained import load_pretrained
-from forge_mlx.models.adapters import AdapterConfig, adapted_layers, add_adapters
-from forge_mlx.nn.parameters import named_arrays
+from forge_mlx.models.adapters import AdapterConfig, adapted_layers
 import mlx.core as mx
-from mlx.utils import tree_unflatten
 import numpy as np
 import peft
 import pytest
-from tiny_models import V, published, save
+from taught_adapters import assert_alike, bases, opened, taught
+from tiny_models import V
 import torch
 import transformers
 
@@ -29,29 +26,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made: dict[str, Path] = {}
-
-    def folder(name):
-        if name not in made:
-            made[name] = save(published(name), tmp_path_factory.mktemp("base"))
-        return made[name]
-
-    return folder
-
-
-def opened(folder):
-    return load_pretrained(folder, log=lambda _: None).model
-
-
-def taught(model, config):
-    add_adapters(model, config, seed=1)
-    rng = np.random.default_rng(3)
-    arrays = []
-    for name, array in named_arrays(model.trainable_parameters()):
-        moved = rng.standard_normal(array.shape) * 0.2 + (np.array(array) if name.endswith(".m") else 0)
-        arrays.append((name, mx.array(moved, mx.float32)))
-    model.update(tree_unflatten(arrays))
-    return model
+    return bases(tmp_path_factory)
 
 
 def in_torch(base, adapter):
@@ -59,11 +34,6 @@ def in_torch(base, adapter):
     model = peft.PeftModel.from_pretrained(model, adapter).eval()
     with torch.no_grad():
         return model(torch.tensor(TOKENS)).logits.numpy()
-
-
-def assert_alike(found, expected, tolerance=2e-5):
-    expected = np.array(expected)
-    np.testing.assert_allclose(np.array(found), expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 CASES = {

@@ -4,6 +4,7 @@ import math
 
 from forge_mlx.models.moe import MoE, MoEConfig
 from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
+from forge_mlx.models.rope_scaling import RopeScaling, scaled_periods
 from forge_mlx.nn.latent_attention import LatentAttention
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
@@ -62,11 +63,11 @@ def close(got, want, rtol=1e-5):
         ({"attention_sinks": True}, "attention_sinks must be left out with kv_lora_rank"),
         ({"bias": True}, "bias must be left out with kv_lora_rank"),
         ({"attention_bias": "qkv"}, "attention_bias must be left out with kv_lora_rank"),
-        ({"attention_scale": 0.5}, "attention_scale must be left out with kv_lora_rank"),
         ({"norm_offset": True}, "norm_offset must be left out with kv_lora_rank"),
+        ({"latent_norm_eps": 0.0}, "latent_norm_eps"),
         (
-            {"rope_scaling": {"kind": "yarn", "factor": 2.0, "original_max_seq_len": 64}},
-            "rope_scaling must be left out with kv_lora_rank",
+            {**dict.fromkeys(HEADS), "latent_norm_eps": 1e-6, "hidden_size": 16},
+            "latent_norm_eps must be null without kv_lora_rank",
         ),
         ({"position": "learned"}, "position must be rope with kv_lora_rank but got learned"),
     ],
@@ -90,12 +91,22 @@ def test_heads_have_sizes_of_their_own():
 
 
 def test_the_config_reaches_the_attention():
-    model = build(q_lora_rank=7, rope_base=50.0, rope_scale=0.5, norm_eps=0.1)
-    x = mx.random.normal((2, 9, 18), key=mx.random.key(0))
-    for layer in model.layers:
-        want = LatentAttention(18, num_heads=4, **HEADS, q_lora_rank=7, rope_base=50.0, rope_scale=0.5, norm_eps=0.1)
-        want.update(layer.self_attn.parameters())
-        assert mx.array_equal(layer.self_attn(x), want(x))
+    base = {"q_lora_rank": 7, "rope_base": 50.0}
+    scaling = RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=16, attention_factor=1.3)
+    for settings, options in (
+        ({"rope_scale": 0.5, "norm_eps": 0.1}, {"rope_scale": 0.5, "norm_eps": 0.1}),
+        ({"attention_scale": 0.2, "latent_norm_eps": 0.1}, {"scale": 0.2, "norm_eps": 0.1}),
+        (
+            {"rope_scaling": scaling},
+            {"rope_periods": scaled_periods(scaling, 4, 50.0), "rope_factor": 1.3, "norm_eps": 1e-5},
+        ),
+    ):
+        model = build(**base, **settings)
+        x = mx.random.normal((2, 9, 18), key=mx.random.key(0))
+        for layer in model.layers:
+            want = LatentAttention(18, num_heads=4, **HEADS, **base, **options)
+            want.update(layer.self_attn.parameters())
+            assert mx.array_equal(layer.self_attn(x), want(x))
     plain = MoE(MoEConfig(**SHAPE, **HEADS, norm_weight=False))
     assert not any("norm" in name for name, _ in tree_flatten(plain.parameters()))
 

@@ -32,7 +32,7 @@ def some_x(batch=2, length=9):
     return mx.array(np.random.default_rng(6).standard_normal((batch, length, 16)).astype(np.float32))
 
 
-def oracle(p, x, shape, positions, seen, rope_scale=1.0):
+def oracle(p, x, shape, positions, seen, *, rope_scale=1.0, rope_periods=None, rope_factor=1.0, scale=None):
     """The published formula with pairs of neighbours as complex numbers: `[B, T, C]` from `[B, T, C]`."""
     nope, rotary, values = (shape[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
 
@@ -40,9 +40,12 @@ def oracle(p, x, shape, positions, seen, rope_scale=1.0):
         return y / (y.square().mean(-1, keepdim=True) + 0.1).sqrt() * p[f"{name}.weight"]
 
     def rotated(y):
-        turns = positions[:, None, :, None] * rope_scale * 50.0 ** (-torch.arange(0, rotary, 2).double() / rotary)
+        periods = 50.0 ** (torch.arange(0, rotary, 2).double() / rotary)
+        if rope_periods is not None:
+            periods = torch.tensor(rope_periods).double()
+        turns = positions[:, None, :, None] * rope_scale / periods
         pairs = torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(turns), turns)).flatten(-2)
+        return torch.view_as_real(pairs * torch.polar(torch.full_like(turns, rope_factor), turns)).flatten(-2)
 
     def heads(y):
         return y.unflatten(-1, (3, -1)).transpose(1, 2)
@@ -59,7 +62,8 @@ def oracle(p, x, shape, positions, seen, rope_scale=1.0):
     k = torch.cat([kv[..., :nope], rotated(k_rope[:, None]).expand(-1, 3, -1, -1)], -1)
     v = kv[..., nope:]
     assert v.shape[-1] == values
-    scores = (q @ k.transpose(-1, -2) / np.sqrt(nope + rotary)).masked_fill(~seen[:, None], -torch.inf)
+    scale = 1 / np.sqrt(nope + rotary) if scale is None else scale
+    scores = (scale * q @ k.transpose(-1, -2)).masked_fill(~seen[:, None], -torch.inf)
     weights = scores.softmax(-1).nan_to_num()
     return (weights @ v).transpose(1, 2).flatten(2) @ p["o_proj.weight"].T
 
@@ -82,11 +86,11 @@ def close(got, want, rtol=1e-5):
     assert np.abs(got - want).max() <= rtol * np.abs(want).max()
 
 
-def check(attention, shape, x, seen, places, rope_scale=1.0, **documents):
+def check(attention, shape, x, seen, places, options=None, **documents):
     """Values, and the gradients of x and of every parameter."""
     direction = np.random.default_rng(7).standard_normal(x.shape).astype(np.float32)
     p, tx = tensors(attention), torch.tensor(np.array(x), dtype=torch.float64, requires_grad=True)
-    want = oracle(p, tx, SHAPES[shape], places, seen, rope_scale)
+    want = oracle(p, tx, SHAPES[shape], places, seen, **(options or {}))
     (want * torch.tensor(direction)).sum().backward()
 
     def loss(parameters, x):
@@ -108,7 +112,17 @@ def check(attention, shape, x, seen, places, rope_scale=1.0, **documents):
 def test_values_and_every_gradient_match_float64(shape, length):
     """On both sides of where a CPU takes blocks of queries."""
     places, seen = in_order(2, length)
-    check(module(shape, rope_scale=0.7), shape, some_x(2, length), seen, places, rope_scale=0.7)
+    check(module(shape, rope_scale=0.7), shape, some_x(2, length), seen, places, {"rope_scale": 0.7})
+
+
+STRETCHED = {"rope_periods": np.float32([3.0, 40.0]), "rope_factor": 1.3, "scale": 0.7}
+
+
+@pytest.mark.parametrize("option", [*STRETCHED, "all"])
+def test_what_yarn_changes(option):
+    options = STRETCHED if option == "all" else {option: STRETCHED[option]}
+    places, seen = in_order(2, 9)
+    check(module(**options), "odd", some_x(), seen, places, options)
 
 
 def test_documents_in_a_row():
@@ -137,9 +151,9 @@ def test_parameters_have_the_names_and_shapes_of_deepseeks():
 
 
 @pytest.mark.parametrize("chunks", [(9,), (1,) * 9, (4, 1, 4), (1, 7, 1)], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, "stretched"])
 def test_a_cache_changes_nothing(shape, chunks):
-    attention, x = module(shape), some_x()
+    attention, x = module("odd", **STRETCHED) if shape == "stretched" else module(shape), some_x()
     cache, parts, start = KVCache(), [], 0
     for size in chunks:
         parts.append(attention(x[:, start : start + size], cache))
@@ -227,8 +241,14 @@ WRONG = {
     "rope": ({"qk_rope_head_dim": 5}, "qk_rope_head_dim must be even, as pairs rotate, but got 5"),
     "large-q": ({"qk_nope_head_dim": 250}, r"qk_nope_head_dim \+ qk_rope_head_dim must be at most 256 but got 258"),
     "large-v": ({"v_head_dim": 257}, "v_head_dim must be at most 256 but got 257"),
+    "scale": ({"scale": 0}, "scale must be a number greater than 0 but got 0"),
+    "factor": ({"rope_factor": -1.0}, r"rope_factor must be a number greater than 0 but got -1\.0"),
+    "periods": (
+        {"rope_periods": np.ones(3)},
+        r"rope_periods must have one number for each pair that rotates, 4, but got the shape \(3,\)",
+    ),
     "base": ({"rope_base": 0.0}, r"rope_base must be a number greater than 0 but got 0\.0"),
-    "scale": ({"rope_scale": "1"}, "rope_scale must be a number greater than 0 but got '1'"),
+    "rope-scale": ({"rope_scale": "1"}, "rope_scale must be a number greater than 0 but got '1'"),
     "eps": ({"norm_eps": None}, "norm_eps must be a number greater than 0 but got None"),
 }
 

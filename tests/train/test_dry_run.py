@@ -1,4 +1,5 @@
 import io
+import re
 
 from forge_mlx.data import Batch
 from forge_mlx.data.tokenizer import Tokenizer
@@ -6,10 +7,12 @@ from forge_mlx.models.gpt import GPTConfig
 from forge_mlx.models.qat import QATConfig, prepare_qat
 from forge_mlx.models.registry import ARCHITECTURES, build_model
 from forge_mlx.optim import OptimConfig, build_optimizer
+from forge_mlx.train.device import choose_placement
 from forge_mlx.train.dry_run import describe_run
 from forge_mlx.train.load import load_config
 from forge_mlx.train.memory import estimate_memory
 from forge_mlx.train.step import TrainStep
+from forge_mlx.train.work import begin_work
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -253,3 +256,78 @@ def test_missing_examples_are_an_error_too(tmp_path):
     config = finetune_config(tmp_path, data__source=str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(ValueError, match=r"nowhere\.jsonl"):
         described(config)
+
+
+FITS = {"adapter": {"rank": 2}, "train__seq_len": 96}
+
+
+def facts_of(text):
+    """The lines of a description by name, those of one joined."""
+    joined = re.sub(r"\n {15}", " ", text)
+    return dict(re.findall(r"^([a-zA-Z ]+): +(.*)$", joined, re.MULTILINE))
+
+
+def test_examples_are_counted_as_the_run_has_them(tmp_path):
+    config = finetune_config(tmp_path, **FITS)
+    facts = facts_of(described(config))
+    # 25 characters and special tokens of ChatML, `is it ?` and a word of 38 letters in 10; four letters and an end are
+    # learnt; 31 inputs and the word, two examples a row.
+    counts = (
+        "10 examples to train on (50 of their 358 tokens are learnt), 2 to validate; 36 tokens each on average, 37 the "
+        "longest; 5 rows of 96, 72 % full"
+    )
+    assert facts["data"].startswith(f"{counts}; read in ")
+    assert facts["epochs"] == "2.4 in 6 steps; one takes 2.5, as there are 5 rows, 2 a step"
+    assert facts["tokens a step"] == "at most 192 = 2 rows x 96 tokens x 1 pass, about 20 learnt"
+    assert facts["tokens in all"] == "at most 1,152 in 6 steps, about 120 learnt"
+    said = []
+    begin_work(config, choose_placement(config.run), said.append)
+    assert any(line.startswith(f"data: {counts}; from the cache in ") for line in said)
+
+
+def test_what_is_split_or_fills_no_batch_is_said(tmp_path):
+    changes = {"train__seq_len": 32, "data__truncate": "split", "train__batch_size": 30, "train__accumulate": 2}
+    facts = facts_of(described(finetune_config(tmp_path, adapter={"rank": 2}, **changes)))
+    assert facts["data"].startswith("split as longer than a row of 32: 12 examples into ")
+    assert "10 examples to train on" in facts["data"]
+    assert "11 rows to train on, fewer than train.batch_size, 30" in facts["data"]
+    assert facts["epochs"] == "32.7 in 6 steps; one takes 0.183, as there are 11 rows, 60 a step"
+
+
+def test_rows_are_as_long_as_their_examples(tmp_path):
+    padded = facts_of(described(finetune_config(tmp_path, "text", data__packing=False, **FITS)))
+    assert padded["tokens a step"].startswith("at most 128 = 2 rows x 64 tokens x 1 pass")
+    # No two examples fit into a row, which then needs no segments.
+    alone = facts_of(described(finetune_config(tmp_path, "text", train__seq_len=20)))
+    for facts in (padded, alone):
+        assert facts["packing"] == "one example in a row, the rest padding"
+        assert facts["attention"].startswith("causal: mx.fast")
+    pairs = facts_of(described(finetune_config(tmp_path, "preference", **FITS)))
+    assert pairs["tokens a step"] == "at most 256 = 4 rows x 64 tokens x 1 pass, about 22 learnt"
+    assert pairs["epochs"] == "1.2 in 6 steps; one takes 5, as there are 10 pairs, 2 a step"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train__seq_len": 512}, "train.seq_len must be at most the model's longest sequence, 256, but got 512."),
+        ({"train__seq_len": 16}, "truncate: error all examples must fit into train.seq_len, 16, but 12 of 12 do not"),
+        ({"train__seq_len": 16, "data__truncate": "drop"}, "drop must leave examples but all 10 of the train split"),
+        ({"data__max_examples": 1}, "source must hold at least 2 examples"),
+        ({"train__sample_prompt": "x" * 256}, "train.sample_prompt must be shorter than the model's longest sequence"),
+    ],
+)
+def test_refuses_what_training_refuses_before_weights_are_read(changes, message, tmp_path, monkeypatch):
+    config = finetune_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=re.escape(message)) as of_run:
+        begin_work(config, choose_placement(config.run), lambda _: None)
+    monkeypatch.setattr("forge_mlx.train.work.load_pretrained", None)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(of_run.value))}$"):
+        described(config)
+
+
+def test_refuses_a_folder_of_something_else(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match=r"holds other files, such as thesis\.txt"):
+        described(small(tmp_path))

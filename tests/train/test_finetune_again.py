@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+import re
 import shutil
 
 from forge_mlx.adapter import main as merge
@@ -214,6 +215,17 @@ def test_a_run_of_a_gpu_opens_on_a_cpu_in_float32(changes, tmp_path):
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("dtype: bfloat16", "dtype: auto"))
     with pytest.raises(ModelFolderError, match=r"config\.yaml: run\.dtype must be what the run was trained in"):
+        open_model(checkpoint)
+
+
+def test_a_checkpoint_of_another_rank_is_named(copied):
+    file = copied / "run" / "config.yaml"
+    text = file.read_text()
+    assert text.count("rank: 2") == 1
+    file.write_text(text.replace("rank: 2", "rank: 3"))
+    (checkpoint,) = (copied / "run" / "checkpoints").iterdir()
+    shapes = r"\.lora_[ab] must have the shape \((\d+, 3|3, \d+)\) but has \((\d+, 2|2, \d+)\)\.$"
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(checkpoint))}: does not fit \S+config\.yaml: \S+{shapes}"):
         open_model(checkpoint)
 
 

@@ -333,7 +333,7 @@ def test_config_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     assert folder.config_file.read_bytes() == before
 
 
-def _half_a_dump(_config: object, path: Path) -> None:
+def _half_a_dump(_config: object, path: Path, _note: str) -> None:
     path.write_text("run:\n", encoding="utf-8")
     raise OSError(28, "No space left on device")
 

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from tiny_run import records
 
+from tests.hub.llama_cpp import ask
 from tests.hub.smollm2 import smollm2_file
 
 pytestmark = pytest.mark.slow
@@ -152,3 +153,15 @@ def test_merged_and_opened_by_mlx_lm_it_gives_the_same_tokens(folder, opened):
         theirs = [token for token, _ in steps]
         ours = greedy(opened.model, opened.tokenizer, question)
         assert theirs[: len(ours)] == ours
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_as_gguf_llama_cpp_gives_the_same_answers(folder, opened, kind):
+    file = folder / f"{kind}.gguf"
+    assert export.main([str(folder / "run"), str(file), "--gguf", kind]) == 0
+    questions = [question for question, _ in [*HELD_OUT, UNRELATED]]
+    prompts = [render_prompt(opened.tokenizer, [{"role": "user", "content": each}]) for each in questions]
+    for prompt, question, answer in zip(prompts, questions, ask(file, prompts, max_tokens=16), strict=True):
+        ours = opened.tokenizer.decode(greedy(opened.model, opened.tokenizer, question))
+        print(f"{kind}: {question} {answer.text!r}")
+        assert (answer.count, answer.text) == (len(prompt), ours)

@@ -71,19 +71,23 @@ def test_home_is_expanded_in_the_run_folder(monkeypatch):
     [
         (
             {"steps": "steps: 1.5"},
-            "c.yaml:8: train.steps: must be a whole number, greater than 0, but got 1.5. (optimizer updates)",
+            "c.yaml:8: train.steps: must be a whole number, greater than 0, or null, but got 1.5. (optimizer updates; "
+            "null: as many as train.epochs takes)",
         ),
         (
             {"steps": 'steps: "10"'},
-            'c.yaml:8: train.steps: must be a whole number, greater than 0, but got "10". (optimizer updates)',
+            'c.yaml:8: train.steps: must be a whole number, greater than 0, or null, but got "10". (optimizer updates; '
+            "null: as many as train.epochs takes)",
         ),
         (
             {"steps": "steps: 0"},
-            "c.yaml:8: train.steps: must be a whole number, greater than 0, but got 0. (optimizer updates)",
+            "c.yaml:8: train.steps: must be a whole number, greater than 0, or null, but got 0. (optimizer updates; "
+            "null: as many as train.epochs takes)",
         ),
         (
             {"steps": "steps: true"},
-            "c.yaml:8: train.steps: must be a whole number, greater than 0, but got true. (optimizer updates)",
+            "c.yaml:8: train.steps: must be a whole number, greater than 0, or null, but got true. (optimizer updates; "
+            "null: as many as train.epochs takes)",
         ),
         (
             {"lr": "lr: yes"},
@@ -149,7 +153,11 @@ def test_home_is_expanded_in_the_run_folder(monkeypatch):
             "c.yaml:5: data.tokenizer.vocab_size: must be a whole number, at least 258 and at most 1048576, but got 3. "
             "(Pieces of the vocabulary, of which 256 are single bytes and 2 are `unknown` and `end`)",
         ),
-        ({"steps": ""}, "c.yaml:7: train.steps: is required but missing. (optimizer updates)"),
+        (
+            {"steps": ""},
+            "c.yaml:7: train.steps: is required but missing, and train.epochs too: one of the two says how long a run "
+            "is.",
+        ),
     ],
 )
 def test_a_bad_value_is_one_line_with_place_key_rule_value_and_help(replaced, message):
@@ -304,7 +312,8 @@ def test_an_empty_section_has_its_defaults():
     assert config.optim == TrainConfig.model_fields["optim"].get_default(call_default_factory=True)
     assert config.data.tokenizer.vocab_size == 2048
     assert error(text="run:\n  dir: x\ndata:\n  source: stdlib\nmodel:\ntrain:\n").splitlines()[1:] == [
-        "  c.yaml:6: train.steps: is required but missing. (optimizer updates)",
+        "  c.yaml:6: train.steps: is required but missing, and train.epochs too: one of the two says how long a run "
+        "is.",
         "  c.yaml:6: train.batch_size: is required but missing. (rows in one forward and backward pass; of preference "
         "pairs)",
         "  c.yaml:6: train.seq_len: is required but missing. (tokens in a row)",

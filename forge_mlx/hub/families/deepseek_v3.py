@@ -1,12 +1,11 @@
-"""DeepSeek-V3 with its latent attention, without YaRN; layers for multi-token prediction are left out."""
+"""DeepSeek-V3 with its latent attention; layers for multi-token prediction are left out."""
 
 from typing import Any, Final
 
-from forge_mlx.hub.errors import HubError
-from forge_mlx.hub.families.expert_layout import ExpertLayout
 from forge_mlx.hub.families.family import SILU, SIZES, Family
 from forge_mlx.hub.families.keys import Keys
-from forge_mlx.hub.families.rope import read_rope, write_rope
+from forge_mlx.hub.families.latent_layout import LatentLayout
+from forge_mlx.hub.families.rope import read_latent_rope, write_latent_rope
 from forge_mlx.models.moe import MoEConfig
 
 ROUTING: Final = {
@@ -29,8 +28,6 @@ ROUTING_ONLY: Final[dict[str, tuple[Any, ...]]] = {
 """Keys of DeepSeek's routing that may have only these values."""
 CONSTANTS: Final = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 """Keys that DeepSeek's routing always has."""
-# Of the norms over the latents, whatever rms_norm_eps says.
-_LATENT_EPS: Final = 1e-6
 
 
 def read_dense(keys: Keys) -> dict[str, Any]:
@@ -65,23 +62,12 @@ def write_dense(config: MoEConfig) -> dict[str, Any]:
 
 
 def _read(keys: Keys) -> dict[str, Any]:
-    fields = {**read_rope(keys, 10000.0), **read_dense(keys)}
-    if "rope_scaling" in fields or "rope_scale" in fields:
-        raise HubError(
-            f"{keys.where}: rope_type must be 'default' in a deepseek_v3 but there is another: its scaling of the "
-            "scores is not there in forge_mlx."
-        )
-    eps = keys.number("rms_norm_eps", _LATENT_EPS)
-    if eps != _LATENT_EPS:
-        raise HubError(
-            f"{keys.where}: rms_norm_eps must be {_LATENT_EPS} in a deepseek_v3, as that of its latents always is, but "
-            f"got {eps}."
-        )
-    return fields
+    head_size = keys.count("qk_nope_head_dim") + keys.count("qk_rope_head_dim")
+    return {**read_latent_rope(keys, 10000.0, head_size), **read_dense(keys)}
 
 
 def _write(config: MoEConfig) -> dict[str, Any]:
-    return {**write_rope(config), **write_dense(config), "num_key_value_heads": config.num_heads}
+    return {**write_latent_rope(config), **write_dense(config), "num_key_value_heads": config.num_heads}
 
 
 DEEPSEEK_V3: Final = Family(
@@ -97,13 +83,14 @@ DEEPSEEK_V3: Final = Family(
         "qk_rope_head_dim": "qk_rope_head_dim",
         "v_head_dim": "v_head_dim",
     },
-    layout=ExpertLayout(),
+    layout=LatentLayout(),
     defaults={
         **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "n_group": 1},
         **{"initializer_range": 0.02, "q_lora_rank": None, "topk_group": 1, "norm_topk_prob": True},
         "routed_scaling_factor": 1.0,
     },
-    implied=ROUTING_IMPLIED,
+    # Whatever rms_norm_eps says.
+    implied={**ROUTING_IMPLIED, "latent_norm_eps": 1e-6},
     only={**SILU, **ROUTING_ONLY, "attention_bias": (False,), "rope_interleave": (True,)},
     constants={**CONSTANTS, "num_nextn_predict_layers": 0},
     irrelevant=(

@@ -194,6 +194,7 @@ def resolve(config: DecoderConfig) -> dict[str, Any]:
             del values["intermediate_size"]
         if config.kv_lora_rank is not None:
             del values["head_dim"], values["num_kv_heads"]
+            values["latent_norm_eps"] = config.latent_eps
     return values
 
 

@@ -43,13 +43,8 @@ GPT2: Final = Family(
     constants={"activation_function": "gelu_new"},
     irrelevant=(
         *("n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop", "reorder_and_upcast_attn", "summary_activation"),
-        *(
-            "summary_first_dropout",
-            "summary_proj_to_labels",
-            "summary_type",
-            "summary_use_proj",
-            "predict_special_tokens",
-        ),
+        *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "n_special"),
+        *("predict_special_tokens", "output_past"),
     ),
     write=_write,
     ignored_by_mlx_lm=("tie_embeddings",),

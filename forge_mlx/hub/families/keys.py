@@ -20,7 +20,7 @@ _ALWAYS_IRRELEVANT: Final = frozenset(
         *("output_router_logits", "output_attentions", "output_hidden_states", "return_dict", "router_aux_loss_coef"),
         *("router_jitter_noise", "task_specific_params", "problem_type", "id2label", "label2id", "num_labels"),
         *("temperature", "top_k", "top_p", "do_sample", "max_length", "min_length", "repetition_penalty"),
-        *("max_new_tokens", "chunk_size_feed_forward", "tokenizer_class", "gradient_checkpointing"),
+        *("max_new_tokens", "chunk_size_feed_forward", "tokenizer_class", "gradient_checkpointing", "_num_labels"),
     }
 )
 

@@ -6,9 +6,11 @@ from typing import Any, Final
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.families.keys import Keys
 from forge_mlx.models.decoder_config import DecoderConfig
-from forge_mlx.models.rope_scaling import RopeScaling
+from forge_mlx.models.rope_scaling import RopeScaling, yarn_growth
 
 _KINDS: Final = ("default", "linear", "llama3", "yarn")
+# Decimals of a factor that is computed back: the rest is rounding.
+_DECIMALS: Final = 12
 
 
 def read_rope(keys: Keys, base: float) -> dict[str, Any]:
@@ -51,6 +53,28 @@ def read_local_rope(keys: Keys, base: float, local_base: float) -> dict[str, Any
     return fields | {"rope_local_base": local_base}
 
 
+def read_latent_rope(keys: Keys, base: float, head_size: int) -> dict[str, Any]:
+    """Fields of a config with latent attention: those of `read_rope`, and attention_scale where YaRN changes it.
+
+    Args:
+        keys: Those of a config.json.
+        base: The family's own base.
+        head_size: Size of a head of queries and keys.
+
+    Raises:
+        HubError: The rotation is of a kind that the models have not.
+    """
+    fields = read_rope(keys, base)
+    parameters = keys.inside("rope_scaling") or keys.inside("rope_parameters")
+    scaling = fields.get("rope_scaling")
+    if parameters is None or scaling is None or scaling["kind"] != "yarn":
+        return fields
+    of_all = parameters.number("mscale_all_dim", 0.0)
+    if of_all:
+        fields["attention_scale"] = yarn_growth(scaling["factor"], of_all) ** 2 * head_size**-0.5
+    return fields
+
+
 def write_rope(config: DecoderConfig) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` of a config.json, which every version of its readers knows.
 
@@ -60,7 +84,20 @@ def write_rope(config: DecoderConfig) -> dict[str, Any]:
     return {"rope_theta": config.rope_base, "rope_scaling": _scaling(config)}
 
 
-def _scaling(config: DecoderConfig) -> dict[str, Any] | None:
+def write_latent_rope(config: DecoderConfig) -> dict[str, Any]:
+    """What `read_latent_rope` reads.
+
+    Args:
+        config: A model's config, with latent attention.
+    """
+    scaling, of_all = config.rope_scaling, 0.0
+    if scaling is not None and scaling.factor > 1:
+        growth = math.sqrt(config.score_scale * config.head_size**0.5)
+        of_all = round((growth - 1) / (0.1 * math.log(scaling.factor)), _DECIMALS)
+    return {"rope_theta": config.rope_base, "rope_scaling": _scaling(config, of_all)}
+
+
+def _scaling(config: DecoderConfig, mscale_all_dim: float | None = None) -> dict[str, Any] | None:
     if config.rope_scaling is None:
         return None if config.rope_scale == 1 else {"rope_type": "linear", "factor": 1 / config.rope_scale}
     scaling = config.rope_scaling
@@ -71,18 +108,24 @@ def _scaling(config: DecoderConfig) -> dict[str, Any] | None:
     }
     if scaling.kind == "llama3":
         return said | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    return said | {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, **_attention_keys(scaling)}
+    of_attention = _attention_keys(scaling, mscale_all_dim)
+    return said | {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, **of_attention}
 
 
-def _attention_keys(scaling: RopeScaling) -> dict[str, float]:
-    """YaRN's factor on attention, and the two numbers that mlx-lm, which does not read it, computes the same from."""
-    if scaling.attention_factor is None:
+def _attention_keys(scaling: RopeScaling, mscale_all_dim: float | None) -> dict[str, float]:
+    """YaRN's factor on attention, and the two numbers that mlx-lm, which does not read it, computes the same from.
+
+    The second of them is free where it does not change the scores, as in ordinary attention: None.
+    """
+    if scaling.attention_factor is None and not mscale_all_dim:
         return {}
-    said = {"attention_factor": scaling.attention_factor}
+    said = {"attention_factor": scaling.rotation_factor}
     growth = 0.1 * math.log(scaling.factor)
     if not growth:
         return said
-    return said | {"mscale": (scaling.attention_factor * (growth + 1) - 1) / growth, "mscale_all_dim": 1.0}
+    of_all = 1.0 if mscale_all_dim is None else mscale_all_dim
+    mscale = (scaling.rotation_factor * yarn_growth(scaling.factor, of_all) - 1) / growth
+    return said | {"mscale": round(mscale, _DECIMALS), "mscale_all_dim": of_all}
 
 
 def _rotation(keys: Keys, parameters: Keys | None, base: float) -> dict[str, Any]:
