@@ -116,10 +116,11 @@ def _config_of(options: argparse.Namespace) -> tuple[TrainConfig, DecoderConfig]
         raise ValueError("[preview] a tokenizer is needed. Name the model whose it is with --tokenizer.")
     if "data.format" not in named:
         overrides.append(f"data.format={_format_of(str(source))}")
+    length = {} if "train.epochs" in named else {"steps": 1}
     values = {
         "run": {"dir": "."},
         "data": {"source": [str(source)]},
-        "train": {"steps": 1, "batch_size": 1, "seq_len": _SEQ_LEN},
+        "train": {**length, "batch_size": 1, "seq_len": _SEQ_LEN},
     }
     config = make_config(values, overrides, source)
     shape = _shape_of(config)

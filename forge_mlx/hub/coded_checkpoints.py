@@ -69,7 +69,7 @@ def read_quantization(values: Mapping[str, Any], layout: Layout, where: str) -> 
             method = other.get("quant_method") if isinstance(other, dict) else other
             raise HubError(
                 f"{where}: quantization_config must be mlx-lm's, with group_size, bits and mode, but is of {method!r}. "
-                "Get the float checkpoint."
+                "Get the float checkpoint, or convert this one to floats."
             )
         said = other
     if not isinstance(said, dict):

@@ -1,6 +1,5 @@
 """Rotary positions in a GGUF file: keys of the metadata, and for Llama 3.1's scaling a tensor of factors."""
 
-import math
 from typing import Any, Final
 
 from forge_mlx.hub.errors import HubError
@@ -8,7 +7,7 @@ from forge_mlx.hub.gguf_blocks import decode
 from forge_mlx.hub.gguf_file import GGUFFile
 from forge_mlx.hub.gguf_metadata import Metadata
 from forge_mlx.models.decoder_config import DecoderConfig
-from forge_mlx.models.rope_scaling import RopeScaling, scaled_periods
+from forge_mlx.models.rope_scaling import RopeScaling, scaled_periods, yarn_growth
 import numpy as np
 from numpy.typing import NDArray
 
@@ -76,7 +75,7 @@ def rope_keys(config: DecoderConfig) -> dict[str, Any]:
             "rope.scaling.original_context_length": scaling.original_max_seq_len,
         }
         if scaling.attention_factor is not None:
-            keys["rope.scaling.attn_factor"] = scaling.attention_factor / _yarn_factor(scaling.factor)
+            keys["rope.scaling.attn_factor"] = scaling.attention_factor / yarn_growth(scaling.factor)
     return keys
 
 
@@ -157,8 +156,4 @@ def _yarn(metadata: Metadata, factor: float) -> dict[str, Any]:
         "beta_slow": metadata.number(own("rope.scaling.yarn_beta_slow"), 1.0),
     }
     share = metadata.number(own("rope.scaling.attn_factor"), 1.0)
-    return found if share == 1 else found | {"attention_factor": share * _yarn_factor(factor)}
-
-
-def _yarn_factor(factor: float) -> float:
-    return 0.1 * math.log(factor) + 1
+    return found if share == 1 else found | {"attention_factor": share * yarn_growth(factor)}

@@ -3,19 +3,26 @@
 import os
 from pathlib import Path
 import re
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from forge_mlx.hub.errors import HubError
 
 # OWNER/NAME, or the NAME of one of the first models.
 _ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_FILES: Final = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-_CONFIG: Final = ("config.json",)
+Part: TypeAlias = Literal["all", "tokenizer", "config"]
+"""What of a model is needed: everything, all but the weights, or config.json alone."""
+
+_TOKENIZER: Final = ("*.json", "*.jinja", "*.txt", "*.model")
+_FILES: Final[dict[Part, tuple[str, ...]]] = {
+    "all": ("*.safetensors", *_TOKENIZER),
+    "tokenizer": _TOKENIZER,
+    "config": ("config.json",),
+}
 # Mistral's own format of the same weights, and folders of others'.
 _LEFT_OUT: Final = ("consolidated*", "*/*")
 
 
-def locate(model: str | Path, *, revision: str | None = None, config_only: bool = False) -> Path:
+def locate(model: str | Path, *, revision: str | None = None, part: Part = "all") -> Path:
     """The path of a model, downloaded first where it is the name of one on the hub.
 
     Only safetensors, JSON, templates, text and SentencePiece models are downloaded, into the cache of huggingface_hub
@@ -24,7 +31,7 @@ def locate(model: str | Path, *, revision: str | None = None, config_only: bool 
     Args:
         model: A folder, a file, or an id such as HuggingFaceTB/SmolLM2-135M-Instruct.
         revision: A branch, tag or commit of the hub; None: main.
-        config_only: Whether config.json is enough.
+        part: What of a model of the hub is needed; the rest is downloaded when it is.
 
     Raises:
         HubError: There is no such thing here and no such model there, or the hub cannot be reached.
@@ -41,7 +48,7 @@ def locate(model: str | Path, *, revision: str | None = None, config_only: bool 
     name = str(model)
     if _is_path(model):
         raise HubError(f"{name}: there is no such file or folder, and it is no OWNER/NAME of a model on the hub.")
-    return _downloaded(name, revision, _CONFIG if config_only else _FILES)
+    return _downloaded(name, revision, _FILES[part])
 
 
 def _is_path(model: str | Path) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from forge_mlx._console import to_stderr
-from forge_mlx._text import count
+from forge_mlx._text import count, one_line
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.hub.coded_checkpoints import put_codes, read_quantization
 from forge_mlx.hub.errors import HubError
@@ -87,7 +87,7 @@ def read_shape(
     Raises:
         HubError: There is no such model, or its family is not known.
     """
-    found = locate(path, revision=revision, config_only=True)
+    found = locate(path, revision=revision, part="config")
     if found.suffix == _GGUF and found.is_file():
         return read_gguf_config(read_gguf(found), log)
     return describe(_read_config(found), str(found / _CONFIG)).config
@@ -108,7 +108,7 @@ def read_tokenizer(
         HubError: There is no such model, or plain text has tokens without an embedding.
         ValueError: The tokenizer's files are damaged or missing.
     """
-    found = locate(path, revision=revision)
+    found = locate(path, revision=revision, part="tokenizer")
     if found.suffix == _GGUF and found.is_file():
         return read_fitting_tokenizer(read_gguf(found), shape)
     tokenizer = HubTokenizer.load(found)
@@ -177,7 +177,7 @@ def _load_model(
         # Nothing else holds the tensors of the files by now, so that each is freed when it has been cast or stacked.
         mx.eval(model.parameters())
     except RuntimeError as error:
-        raise HubError(f"{folder}: cannot be read: {' '.join(str(error).split()).rstrip('.')}.") from None
+        raise HubError(f"{folder}: cannot be read: {one_line(error)}.") from None
     model.eval()
     return model
 

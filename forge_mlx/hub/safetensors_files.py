@@ -171,7 +171,10 @@ def _nothing(folder: Path) -> str:
         return f"{start} {ggufs[0]}. Give that file itself."
     others = [name for name in names if name.endswith(".safetensors")]
     if not others and folder.resolve().parent.name == _SNAPSHOTS:
-        return f"{start} no weights, and pickles, which can run code, are not downloaded. Get another model."
+        return (
+            f"{start} no weights, and pickles, which can run code, are not downloaded. Get another model, or go online "
+            "if this one's were not downloaded yet."
+        )
     return f"{start} {others[0] if others else 'no weights'}."
 
 

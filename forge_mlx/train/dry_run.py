@@ -32,6 +32,7 @@ from forge_mlx.train.duration import epochs_text
 from forge_mlx.train.examples import BegunExamples, begin_examples
 from forge_mlx.train.folder import RunFolder
 from forge_mlx.train.memory import estimate_memory
+from forge_mlx.train.outcome import finished_outcome
 from forge_mlx.train.pretrained_config import PretrainedConfig
 from forge_mlx.train.step import frozen_parameters, trains_head
 from forge_mlx.train.work import Log, load_base, make_trainable
@@ -102,7 +103,8 @@ def _require_usable_folder(config: TrainConfig) -> None:
         return
     if folder.has_results:
         folder.changed_keys(config)
-    folder.require_way_on()
+    if not (folder.started and finished_outcome(folder, config, lambda _: None)):
+        folder.require_way_on()
 
 
 def _examples(config: TrainConfig, log: Log) -> BegunExamples | None:

@@ -79,8 +79,7 @@ class RunFolder:
         Raises:
             RunFolderError: another trainer holds it, or it cannot be written.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise RunFolderError(f"run.dir must be a folder but {self.path} is a file.")
+        self._require_no_file()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             file = self._lock_file.open("a+")
@@ -111,8 +110,9 @@ class RunFolder:
         """Fail early where ``run.resume`` and the folder's contents do not fit together.
 
         Raises:
-            RunFolderError: there is no checkpoint to go on from, or the folder is not that of a run.
+            RunFolderError: there is no checkpoint to go on from, or what is there is not the folder of a run.
         """
+        self._require_no_file()
         if config.run.resume == "must" and not list_checkpoints(self.checkpoints):
             raise RunFolderError(f"run.resume is must, but {self.checkpoints} holds no checkpoint.")
         if self.started or not self.path.is_dir():
@@ -130,6 +130,10 @@ class RunFolder:
                 f"run.dir must be new or the folder of a run, but {self.path} holds other files, such as "
                 f"{min(others)}. Choose another folder."
             )
+
+    def _require_no_file(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise RunFolderError(f"run.dir must be a folder but {self.path} is a file.")
 
     def require_way_on(self) -> None:
         """Refuse to begin anew over a final model whose checkpoints are gone.

@@ -68,6 +68,21 @@ def test_plain_text_has_marks(folder, call_main):
     assert "\x1b" not in out
 
 
+def test_of_a_model_of_the_hub_no_weights_are_downloaded(folder, call_main, monkeypatch):
+    asked = []
+    (folder / "model").rename(folder / "snapshot")
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda _name, *, allow_patterns, **_options: asked.extend(allow_patterns) or str(folder / "snapshot"),
+    )
+    write(folder / "a.jsonl", *[{"messages": TURNS}] * 3)
+    status, out, err = call_main(main, "preview", "a.jsonl", "--tokenizer", "owner/model", "train.epochs=3")
+    assert (status, err) == (0, "")
+    assert "would not start" not in out
+    assert "tokenizer.json" in {pattern.replace("*", "tokenizer") for pattern in asked}
+    assert not any("safetensors" in pattern for pattern in asked)
+
+
 def test_the_tokenizer_of_a_gguf_file(folder, call_main):
     pieces = Tokenizer.train([f"{number} is a number\n" for number in range(500)], kind="bpe", vocab_size=288)
     shape = {"num_layers": 1, "hidden_size": 32, "num_heads": 1, "intermediate_size": 64, "max_seq_len": 100}

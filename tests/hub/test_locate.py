@@ -138,10 +138,14 @@ def test_only_safe_files_are_downloaded_and_found_again_offline(tmp_path):
 
 
 @pytest.mark.slow
-def test_config_alone(tmp_path):
+def test_part_of_a_model_and_then_the_rest(tmp_path):
+    parts = {"config": [], "tokenizer": ["chat_template.jinja", "tokenizer.json"], "all": ["model.safetensors"]}
+    expected = ["config.json"]
     with hub() as endpoint:
-        found = Path(ask(tmp_path, endpoint, "owner/name", "{'config_only': True}"))
-    assert [file.name for file in found.iterdir()] == ["config.json"]
+        for part, more in parts.items():
+            found = Path(ask(tmp_path, endpoint, "owner/name", f"{{'part': {part!r}}}"))
+            expected = sorted([*expected, *more])
+            assert sorted(file.name for file in found.iterdir()) == expected
 
 
 @pytest.mark.slow

@@ -331,3 +331,5 @@ def test_refuses_a_folder_of_something_else(tmp_path):
     (tmp_path / "run" / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match=r"holds other files, such as thesis\.txt"):
         described(small(tmp_path))
+    with pytest.raises(ValueError, match=r"run\.dir must be a folder but \S+thesis\.txt is a file\."):
+        described(small(tmp_path, f"run.dir={tmp_path / 'run' / 'thesis.txt'}"))

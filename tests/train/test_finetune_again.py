@@ -15,6 +15,7 @@ from forge_mlx.hub.pretrained import load_pretrained, save_pretrained
 from forge_mlx.models.gpt import GPT, GPTConfig
 from forge_mlx.nn.parameters import named_arrays
 from forge_mlx.opened_model import open_model
+from forge_mlx.train.dry_run import describe_run
 from forge_mlx.train.folder import RunFolder, RunFolderError
 from forge_mlx.train.load import load_config
 from forge_mlx.train.loop import train
@@ -133,6 +134,21 @@ def test_a_run_does_not_go_on_from_another_base(copied):
     said = r"does not fit: the weights of checkpoint-None are not those that this run began from"
     with pytest.raises(RunFolderError, match=said):
         train(config, log=_ignore)
+
+
+def test_a_dry_run_refuses_of_a_folder_what_a_start_does_and_leaves_it_as_it_is(copied):
+    run = copied / "run"
+    shutil.rmtree(run / "checkpoints")
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    overrides = [f"run.dir={run}", f"model.path={copied / 'checkpoint-None'}"]
+    config = load_config(copied / "relative.yaml", [*overrides, "train.steps=3"])
+    for start in (describe_run, train):
+        with pytest.raises(RunFolderError, match="holds a final model but no checkpoint to go on from"):
+            start(config)
+    describe_run(load_config(copied / "relative.yaml", overrides))
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name != ".lock"} == {
+        file: content for file, content in before.items() if file.name != ".lock"
+    }
 
 
 def test_what_is_opened_on_another_base_says_so(copied, finished):
