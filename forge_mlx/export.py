@@ -10,7 +10,7 @@ from typing import Any, Final
 from forge_mlx._console import HelpFormatter, run_command, to_stderr
 from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.gguf_write import write_gguf
-from forge_mlx.hub.merged import merge_for_saving
+from forge_mlx.hub.merged import merge_for_gguf, merge_for_saving
 from forge_mlx.hub.new_folder import require_new
 from forge_mlx.hub.pretrained import save_pretrained
 from forge_mlx.kernels.quantize.options import checked_options
@@ -65,13 +65,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dequantize",
         action="store_true",
-        help="make floats of a quantised model's codes; adapters are then merged without rounding to codes again",
+        help="make floats of a quantised model's codes; adapters are then merged without rounding to codes again, "
+        "as with --gguf",
     )
     parser.add_argument(
         "--dtype", choices=sorted(FLOATS_BY_NAME), help="round floats to it (default: as the checkpoint's are)"
     )
     parser.add_argument(
-        "--gguf", choices=_GGUF_KINDS, help="write a GGUF file of this type instead of a folder (default: a folder)"
+        "--gguf",
+        choices=_GGUF_KINDS,
+        help="write a GGUF file of this type instead of a folder; in q8_0 and q4_0 trained codes of 4 bits in groups "
+        "of 32 stay, as Q4_1 (default: a folder)",
     )
     return parser
 
@@ -83,10 +87,14 @@ def _open(options: argparse.Namespace) -> OpenedModel:
     coded = coded_layers(model)
     if options.dequantize and not coded:
         raise ValueError(f"--dequantize needs a quantised model but {opened.source} has no codes. Leave it out.")
-    if adapted_layers(model):
+    if adapted_layers(model) and options.gguf is not None and not options.dequantize:
+        merge_for_gguf(model, options.gguf, log=to_stderr)
+    elif adapted_layers(model):
         merge_for_saving(model, dequantize=options.dequantize, log=to_stderr)
     elif options.dequantize:
-        dequantize_layers(model, opened.stored_dtype or _float_dtype(model))
+        # Codes are multiplied in what is written, not made wider after they were rounded.
+        written = "float32" if options.gguf == "f32" else options.dtype
+        dequantize_layers(model, FLOATS_BY_NAME[written] if written else opened.stored_dtype or _float_dtype(model))
     return opened
 
 
@@ -135,6 +143,10 @@ def _export(options: argparse.Namespace) -> str:
         raise ValueError("--gguf says the type of all numbers: leave out --quantize and --dtype.")
     if options.group_size is not None and options.quantize is None:
         raise ValueError("--group-size needs --quantize.")
+    if options.gguf is None and options.out.suffix.lower() == ".gguf":
+        raise ValueError(
+            f"--gguf must say the type of the numbers of a GGUF file, as {options.out} is: add --gguf f16."
+        )
     # Before any work is done.
     if options.gguf is None:
         require_new(options.out, "export")
@@ -145,14 +157,15 @@ def _export(options: argparse.Namespace) -> str:
         _quantize(opened.model, options.quantize, options.group_size)
     out = shlex.quote(str(options.out))
     if options.gguf is not None:
-        write_gguf(
+        written = write_gguf(
             options.out,
             opened.model,
             opened.tokenizer,
             kind=options.gguf,
             texts_begin_with_end=opened.begins_with_end,
         )
-        return f"wrote {options.out} from {opened.source} ({options.gguf}); open it: llama-cli -m {out}"
+        types = ", ".join(f"{number} {name}" for name, number in written.items())
+        return f"wrote {options.out} from {opened.source} (tensors: {types}); open it: llama-cli -m {out}"
     config = save_pretrained(
         options.out,
         opened.model,

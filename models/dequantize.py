@@ -3,8 +3,9 @@
 from typing import TypeVar
 
 from forge_mlx.models.replace import replace_each
-from forge_mlx.nn.adapted_base import float_layer, float_weight
+from forge_mlx.nn.adapted_base import codes_options, float_layer
 from forge_mlx.nn.coded import holds_codes
+from forge_mlx.nn.weight_format import Packed, WeightFormat
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -28,7 +29,10 @@ def dequantize_layers(model: AnyModule, dtype: mx.Dtype) -> AnyModule:
     """
     if not any(name and holds_codes(module) for name, module in model.named_modules()):
         raise ValueError("[dequantize_layers] model must have layers of codes but has none. Leave this out.")
-    replace_each(
-        model, lambda layer: float_layer(layer, float_weight(layer).astype(dtype)) if holds_codes(layer) else None
-    )
+    replace_each(model, lambda layer: float_layer(layer, _floats(layer, dtype)) if holds_codes(layer) else None)
     return model
+
+
+def _floats(layer: nn.Module, dtype: mx.Dtype) -> mx.array:
+    packed = Packed(layer.weight, layer.scales, layer.get("biases"))
+    return WeightFormat(codes_options(layer), dtype).values(packed.scaled_for(dtype))

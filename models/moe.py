@@ -19,7 +19,7 @@ class MoEConfig(LatentConfig):
     """The shape of an MoE. `models/README.md` gives the settings of the published families."""
 
     arch: Literal["moe"] = Field("moe", description="Architecture: the mixture of experts of models/moe.py.")
-    num_experts: int = Field(8, ge=2, le=1024, description="Number of routed experts E of each MoE layer.")
+    num_experts: int = Field(8, ge=1, le=1024, description="Number of routed experts E of each MoE layer.")
     experts_per_token: int = Field(2, ge=1, description="How many of them each token goes to, k.")
     expert_intermediate_size: int | None = Field(
         None,
@@ -31,7 +31,9 @@ class MoEConfig(LatentConfig):
         description="What makes scores of the router's logits: softmax over the experts, or each its sigmoid.",
     )
     normalize_gates: bool = Field(
-        True, description="Whether a token's gates are divided by their sum (norm_topk_prob in Hugging Face's configs)."
+        True,
+        description="Whether a token's gates are divided by their sum (norm_topk_prob in Hugging Face's configs). With "
+        "experts_per_token: 1 the gate is then always 1 and teaches the router nothing: a new model needs false.",
     )
     routed_scaling: float = Field(1.0, gt=0, description="Factor on the gates behind that.")
     shared_experts: int = Field(
@@ -79,11 +81,6 @@ class MoEConfig(LatentConfig):
         )
         if problem is not None:
             raise ValueError(problem)
-        if self.experts_per_token == 1 and self.normalize_gates:
-            raise ValueError(
-                "normalize_gates must be false with experts_per_token: 1 but got true, which is its default: the one "
-                "gate would always be 1, and the router would learn nothing from the loss. Set it to false."
-            )
         if self.bias_rate > 0 and not self.selection_bias:
             raise ValueError(
                 f"bias_rate must be 0 without selection_bias but got {self.bias_rate}: there is no bias to move. "

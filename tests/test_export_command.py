@@ -1,3 +1,4 @@
+from collections import Counter
 from functools import partial
 import json
 
@@ -10,6 +11,7 @@ from forge_mlx.models.gpt import GPTConfig
 from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
 from forge_mlx.models.registry import build_model
 from forge_mlx.opened_model import open_model
+import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -205,6 +207,21 @@ def test_floats_keep_the_dtype_of_the_files_whatever_the_config_says(published, 
 UP = "model.layers.0.mlp.up_proj"
 
 
+def test_floats_of_codes_are_rounded_to_what_is_written_alone(published, tmp_path, command):
+    """Not to the dtype of the scales first."""
+    coded = tmp_path / "coded"
+    command(published, coded, "--quantize", 4, "--dtype", "bfloat16")
+    command(coded, tmp_path / "floats", "--dequantize", "--dtype", "float32")
+    found = arrays(coded)
+    codes, *scales = (found[f"{UP}.{part}"] for part in ("weight", "scales", "biases"))
+    assert {each.dtype for each in scales} == {mx.bfloat16}
+    want = mx.dequantize(codes, *(each.astype(mx.float32) for each in scales), group_size=64, bits=4)
+    assert mx.array_equal(arrays(tmp_path / "floats")[f"{UP}.weight"], want)
+    assert command(coded, tmp_path / "f32.gguf", "--dequantize", "--gguf", "f32")[0] == 0
+    tensors = {each.name: each.data for each in gguf.GGUFReader(tmp_path / "f32.gguf").tensors}
+    assert np.array_equal(tensors["blk.0.ffn_up.weight"], np.array(want))
+
+
 def adapters_of(folder, path):
     """Adapters of `up_proj` for a model folder, and what they add to its weight, in float64."""
     config = AdapterConfig(rank=4, alpha=6, targets=["up_proj"])
@@ -226,10 +243,10 @@ def test_adapters_are_merged(published, tmp_path, command):
     assert all(mx.array_equal(before[name], after[name]) for name in before if name != f"{UP}.weight")
 
 
-def weight_of_codes(folder, name):
+def weight_of_codes(folder, name, group_size=64):
     found = arrays(folder)
     codes = [found[f"{name}.{part}"] for part in ("weight", "scales", "biases")]
-    return np.array(mx.dequantize(*codes, group_size=64, bits=4), np.float64)
+    return np.array(mx.dequantize(*codes, group_size=group_size, bits=4), np.float64)
 
 
 def test_of_a_quantised_model_adapters_make_codes_anew_or_floats(published, tmp_path, command):
@@ -259,6 +276,46 @@ def test_of_a_quantised_model_adapters_make_codes_anew_or_floats(published, tmp_
     status, out, _ = command(coded, tmp_path / "plain", "--dequantize")
     assert (status, "(llama, float32)" in out) == (0, True)
     assert np.array_equal(np.array(arrays(tmp_path / "plain")[f"{UP}.weight"]), weight_of_codes(coded, UP))
+
+
+@pytest.mark.parametrize(
+    ("kind", "group_size", "types"),
+    [
+        ("f32", 64, ("F32", "F32")),
+        ("f16", 64, ("F16", "F16")),
+        ("q8_0", 32, ("Q8_0", "Q4_1")),
+        ("q4_0", 64, ("Q4_0", "Q4_0")),
+        ("q4_0", 32, ("Q4_1", "Q4_1")),
+    ],
+    ids=["f32", "f16", "q8_0", "q4_0", "q4_0 that keeps codes"],
+)
+def test_in_a_gguf_file_adapters_over_codes_are_rounded_once(published, tmp_path, command, kind, group_size, types):
+    """The weight is as near to the sum of codes and adapters as the package gguf or MLX rounds it to."""
+    coded, file = tmp_path / "coded", tmp_path / "model.gguf"
+    command(published, coded, "--quantize", 4, "--group-size", group_size)
+    moved = adapters_of(coded, tmp_path / "adapters")
+    status, out, err = command(coded, file, "--gguf", kind, "--adapter", tmp_path / "adapters")
+    said = "merged as floats, as by --dequantize"
+    if types[0] == "Q4_1":
+        said = "codes are made anew of the sum, which rounds away part of what was learned; q8_0 keeps more"
+    assert (status, err.splitlines()[-1]) == (0, f"1 layer of codes with adapters: {said}")
+    reader = gguf.GGUFReader(file)
+    found = {each.name: each for each in reader.tensors}
+    counts = Counter(each.tensor_type.name for each in reader.tensors)
+    assert sorted(out.split("tensors: ")[1].split(")")[0].split(", ")) == sorted(f"{counts[n]} {n}" for n in counts)
+    # What most matrices are, whatever was asked for.
+    most = "ALL_F32" if kind == "f32" else f"MOSTLY_{types[1]}"
+    assert gguf.LlamaFileType(reader.fields["general.file_type"].contents()).name == most
+    up, down = found["blk.0.ffn_up.weight"], found["blk.0.ffn_down.weight"]
+    assert (up.tensor_type.name, down.tensor_type.name) == types
+    want = weight_of_codes(coded, UP, group_size) + moved
+    if types[0] == "Q4_1":
+        rounded = mx.dequantize(*mx.quantize(mx.array(want.astype(np.float32)), group_size, 4), group_size, 4)
+    else:
+        rounded = gguf.dequantize(gguf.quantize(want.astype(np.float32), up.tensor_type), up.tensor_type)
+    least = np.abs(np.array(rounded) - want).max()
+    error = np.abs(gguf.dequantize(up.data, up.tensor_type) - want).max()
+    assert error <= 1.01 * least + 1e-6 * np.abs(want).max()
 
 
 def test_a_gguf_file_that_exists_is_refused_before_the_model_is_read(tmp_path, command):
@@ -300,6 +357,13 @@ def test_options_that_do_not_go_together(run, tmp_path, command, options, messag
     assert message in err
     assert err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_is_not_named_as_a_gguf_file(run, tmp_path, command):
+    out = tmp_path / "out.gguf"
+    message = f"error: --gguf must say the type of the numbers of a GGUF file, as {out} is: add --gguf f16.\n"
+    assert command(run, out) == (2, "", message)
+    assert not out.exists()
 
 
 def test_help_says_what_it_does(capsys):

@@ -16,12 +16,15 @@ from forge_mlx.data.preview import Preview
 from forge_mlx.hub.pretrained import read_shape, read_tokenizer
 from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.train.config import TrainConfig, require_fitting_shape
+from forge_mlx.train.duration import describe_steps
 from forge_mlx.train.examples import begin_examples
 from forge_mlx.train.load import load_config, make_config
 from forge_mlx.train.pretrained_config import PretrainedConfig
 from rich.console import Console
 
 _SEQ_LEN = 512
+# Where nobody said how long a run is: no setting is refused for needing more steps.
+_NO_END = sys.maxsize
 _FORMATS: tuple[Format, ...] = get_args(Format)
 
 
@@ -32,7 +35,8 @@ def _parser() -> argparse.ArgumentParser:
         "preview",
         help="print examples as a model sees them, with what is learnt in colour",
         description="Print examples as a model sees them, with what is learnt in colour, their counts, and how they "
-        "fill rows. Reads all of them, and says what is malformed and what keeps training from starting on them.",
+        "fill rows. Reads all of them, and says what is malformed and what keeps training from starting on them: "
+        "the exit status is then 2.",
         epilog="examples:\n"
         "  python -m forge_mlx.data preview mine.yaml data.truncate=drop train.seq_len=512\n"
         "  python -m forge_mlx.data preview chats.jsonl --tokenizer HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -61,7 +65,8 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _preview(options: argparse.Namespace) -> None:
+def _preview(options: argparse.Namespace) -> bool:
+    """Print it all. Returns whether training would start."""
     config, shape = _config_of(options)
     base, data = config.model, config.data
     assert isinstance(base, PretrainedConfig)
@@ -81,7 +86,9 @@ def _preview(options: argparse.Namespace) -> None:
         preview.examples(items, options.number)
     preview.counts(items)
     preview.rows(items, options.number, contents=options.packed)
-    preview.verdict(*_verdict(config, tokenizer, shape))
+    refusals, lines = _verdict(config, tokenizer, shape)
+    preview.verdict(refusals, lines)
+    return not refusals
 
 
 def _verdict(config: TrainConfig, tokenizer: HubTokenizer, shape: DecoderConfig) -> tuple[list[str], list[str]]:
@@ -93,8 +100,13 @@ def _verdict(config: TrainConfig, tokenizer: HubTokenizer, shape: DecoderConfig)
         refusals.append(str(error))
     try:
         examples = begin_examples(config, tokenizer, shape, lambda _: None)
-        lines = examples.lines
-        config.total_steps(examples.prepared.train.num_rows)
+        lines, num_rows = list(examples.lines), examples.prepared.train.num_rows
+        steps = config.total_steps(num_rows)
+        if steps != _NO_END:
+            epochs = config.describe_epochs(num_rows) or describe_steps(
+                steps, num_rows, config.train.rows_per_step, config.row_noun
+            )
+            lines.append(f"epochs: {epochs}")
     except ValueError as error:
         refusals.append(str(error))
     return refusals, lines
@@ -116,7 +128,7 @@ def _config_of(options: argparse.Namespace) -> tuple[TrainConfig, DecoderConfig]
         raise ValueError("[preview] a tokenizer is needed. Name the model whose it is with --tokenizer.")
     if "data.format" not in named:
         overrides.append(f"data.format={_format_of(str(source))}")
-    length = {} if "train.epochs" in named else {"steps": 1}
+    length = {} if "train.epochs" in named else {"steps": _NO_END}
     values = {
         "run": {"dir": "."},
         "data": {"source": [str(source)]},
@@ -154,14 +166,16 @@ def _format_of(source: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0 done, 2 bad input."""
+    """Run the command. Returns the exit status: 0 done, 2 bad input, or training would not start on it."""
     parser = _parser()
     # Options may stand between the overrides, which argparse then leaves.
     options, rest = parser.parse_known_args(arguments)
     if strange := [each for each in rest if each.startswith("-")]:
         parser.error(f"unrecognized arguments: {' '.join(strange)}")
     options.overrides += rest
-    return run_command(lambda: _preview(options))
+    starts: list[bool] = []
+    status = run_command(lambda: starts.append(_preview(options)))
+    return 2 if starts == [False] else status
 
 
 if __name__ == "__main__":

@@ -144,8 +144,10 @@ def template_of(tokenizer: HubTokenizer) -> ChatTemplate:
         ValueError: it has none, or one that is no Jinja.
     """
     if tokenizer.chat_template is None:
+        names = tokenizer.template_names
+        has = f"only those named {' and '.join(names)[:200]}, none of them default" if names else "none"
         raise ValueError(
-            f"[chat] the tokenizer must have a chat template but {tokenizer.name} has none. Set chat_template to a "
+            f"[chat] the tokenizer must have a chat template but {tokenizer.name} has {has}. Set chat_template to a "
             "file with one, or to chatml."
         )
     return compile_template(tokenizer.chat_template)

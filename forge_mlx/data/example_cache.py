@@ -41,6 +41,7 @@ class EncodedFiles:
         num_source: how many are the source's.
         spellings: how many have a spelling that the config does not name, by its name.
         special_names: how many name a special token in what is said, by its name.
+        unwritten: how many have tool calls or tools that the chat template does not write, by the field's name.
         empty_files: files without an example.
         has_plain_prompts: whether prompts and answers are one text, outside of a chat template.
     """
@@ -49,6 +50,7 @@ class EncodedFiles:
     num_source: int
     spellings: dict[str, int]
     special_names: dict[str, int]
+    unwritten: dict[str, int]
     empty_files: list[str]
     has_plain_prompts: bool
 
@@ -69,6 +71,7 @@ def store(folder: Path, found: EncodedFiles) -> None:
             "num_source": found.num_source,
             "spellings": found.spellings,
             "special_names": found.special_names,
+            "unwritten": found.unwritten,
             "empty_files": found.empty_files,
             "has_plain_prompts": found.has_plain_prompts,
         }
@@ -102,6 +105,7 @@ def _load(folder: Path) -> EncodedFiles:
             facts["num_source"],
             facts["spellings"],
             facts["special_names"],
+            facts["unwritten"],
             facts["empty_files"],
             facts["has_plain_prompts"],
         )

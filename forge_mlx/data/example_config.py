@@ -98,9 +98,9 @@ class ExampleConfig(Section):
         "error",
         description=(
             "What happens to examples that are longer than a row. error: the run does not start, and says how many "
-            "there are and how long, so that nothing is lost unseen. drop: they are left out, and counted. split: "
-            "they are cut into pieces of train.seq_len tokens, each a text of its own that does not see those before "
-            "it; every target is learnt once. Of preference pairs there is no split."
+            "there are and how long, so that nothing is lost unseen. drop: they are left out before any is held "
+            "out, and counted. split: they are cut into pieces of train.seq_len tokens, each a text of its own that "
+            "does not see those before it; every target is learnt once. Of preference pairs there is no split."
         ),
     )
     packing: bool = Field(

@@ -21,18 +21,20 @@ from forge_mlx.data.example_files import Record, read_records, suffixes_of, with
 from forge_mlx.data.files import SourceFile
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.data.sources import file_states, list_files, require_unchanged, some_names
+from forge_mlx.data.unwritten import unwritten_fields
 
 # Changes when the same files and config would give other tokens or masks.
-_VERSION = 2
+_VERSION = 3
 # Seconds after which a person is told how far it is.
 _SILENCE = 10.0
 
 
 class ReadExamples(NamedTuple):
-    """All examples of a config, before those that are longer than a row are dealt with.
+    """All examples of a config, before those that are to be split are.
 
     Attributes:
         train, valid: the two splits, in the order of the files.
+        dropped: those that are in neither, as they are too long.
         files: how many were read.
         spellings: how many examples have a spelling that the config does not name.
         from_cache: whether their tokens were there already.
@@ -41,6 +43,7 @@ class ReadExamples(NamedTuple):
 
     train: list[Item]
     valid: list[Item]
+    dropped: list[Item]
     files: int
     spellings: dict[str, int]
     from_cache: bool
@@ -69,7 +72,12 @@ def with_template(config: ExampleConfig, tokenizer: HubTokenizer) -> HubTokenize
 
 
 def read_examples(
-    config: ExampleConfig, tokenizer: HubTokenizer, *, log: Callable[[str], None], hold_out: bool = True
+    config: ExampleConfig,
+    tokenizer: HubTokenizer,
+    *,
+    log: Callable[[str], None],
+    hold_out: bool = True,
+    longest: int | None = None,
 ) -> ReadExamples:
     """Read every example, make tokens and masks of it, and split them into training and validation.
 
@@ -78,6 +86,7 @@ def read_examples(
         tokenizer: with the chat template to use.
         log: takes one line of text for everything that a person should know.
         hold_out: whether `valid_fraction` holds; otherwise, without `valid_paths`, no example is to validate.
+        longest: positions of a row; what needs more is dropped before any is held out. None: nothing is.
 
     Raises:
         ValueError: a file cannot be read, examples are malformed (the first is described, and the others are counted
@@ -99,8 +108,13 @@ def read_examples(
                 f"the tokens of the examples are not kept, and will be made again: the cache cannot be written: {error}"
             )
     source, valid = found.items[: found.num_source], found.items[found.num_source :]
+    dropped: list[Item] = []
+    if longest is not None:
+        dropped = [item for item in found.items if item.num_inputs > longest]
+        source = _that_fit(source, longest, "source")
+        valid = _that_fit(valid, longest, "valid_paths") if valid else valid
     if split_at is None and hold_out:
-        source, valid = _split(source, config.valid_fraction, log)
+        source, valid = _split(source, config.valid_fraction, len(dropped), log)
     if found.empty_files:
         log(f"files without an example: {len(found.empty_files)}{some_names(found.empty_files)}")
     for spelling, number in found.spellings.items():
@@ -108,10 +122,13 @@ def read_examples(
     if found.special_names:
         named = ", ".join(f"{name} in {count(number, 'example')}" for name, number in found.special_names.items())
         log(f"special tokens named in messages: {named}; each name becomes that token, not text")
+    if found.unwritten:
+        fields = ", ".join(f"{name} in {count(number, 'example')}" for name, number in found.unwritten.items())
+        log(f"the chat template leaves out: {fields}; the model neither reads nor learns them")
     if found.has_plain_prompts and tokenizer.chat_template is not None:
         log("prompts stay plain text though the model has a chat template; prompt_as: chat puts them into it")
     in_chat = config.format != "text" and not found.has_plain_prompts
-    return ReadExamples(source, valid, len(files), found.spellings, from_cache, in_chat)
+    return ReadExamples(source, valid, dropped, len(files), found.spellings, from_cache, in_chat)
 
 
 def _key(config: ExampleConfig, tokenizer: HubTokenizer, files: list[SourceFile], split_at: int | None) -> str:
@@ -144,6 +161,7 @@ def _encode_files(
         len(source),
         dict(reader.spellings),
         dict(reader.special_names.most_common()),
+        dict(reader.unwritten),
         reader.empty_files,
         reader.has_plain_prompts,
     )
@@ -155,6 +173,7 @@ class _Reader:
     def __init__(self, config: ExampleConfig, tokenizer: HubTokenizer, log: Callable[[str], None]) -> None:
         self.spellings: Counter[str] = Counter()
         self.special_names: Counter[str] = Counter()
+        self.unwritten: Counter[str] = Counter()
         self.empty_files: list[str] = []
         self.has_plain_prompts = False
         self._config = config
@@ -206,6 +225,7 @@ class _Reader:
         if spelling is not None:
             self.spellings[spelling] += 1
         self.special_names.update(sorted(self._named(example)))
+        self.unwritten.update(sorted(unwritten_fields(self._tokenizer, example)))
         return Item(record.where, texts)
 
     def _named(self, example: Example) -> set[str]:
@@ -247,13 +267,26 @@ def _pattern_of(tokenizer: HubTokenizer) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, names))) if names else None
 
 
-def _split(items: list[Item], valid_fraction: float, log: Callable[[str], None]) -> tuple[list[Item], list[Item]]:
+def _that_fit(items: list[Item], longest: int, name: str) -> list[Item]:
+    kept = [item for item in items if item.num_inputs <= longest]
+    if not kept:
+        raise ValueError(
+            f"[data] truncate: drop must leave examples but all {len(items):,} of data.{name} are longer than "
+            f"train.seq_len, {longest:,}, {described(items)}. Raise train.seq_len."
+        )
+    return kept
+
+
+def _split(
+    items: list[Item], valid_fraction: float, dropped: int, log: Callable[[str], None]
+) -> tuple[list[Item], list[Item]]:
     """Held out is item i where `floor((i + 1) f) > floor(i f)`, as of documents; where that gives none, the last."""
     fraction = Fraction(str(valid_fraction))
     if len(items) < 2:
+        others = f" that is no longer than train.seq_len, and {dropped:,} that are" if dropped else ""
         raise ValueError(
-            "[data] source must hold at least 2 examples, one of them to validate on, but holds 1. Give more, or name "
-            "data.valid_paths."
+            "[data] source must hold at least 2 examples, one of them to validate on, but holds 1"
+            f"{others}. Give more, or name data.valid_paths."
         )
     if len(items) * fraction < 1:
         log(

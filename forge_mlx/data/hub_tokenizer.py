@@ -11,9 +11,12 @@ from forge_mlx.data.chat_template import BUILT_IN_TEMPLATES, end_of_turn
 from forge_mlx.data.text_tokenizer import require_encodable
 from forge_mlx.data.token_bytes import token_table
 from forge_mlx.data.tokenizer_settings import (
+    DEFAULT_TEMPLATE,
+    TEMPLATE_FILE,
+    TIKTOKEN,
     begin_ids,
     end_ids,
-    find_template,
+    find_templates,
     generation_of,
     json_file,
     load_backend,
@@ -30,7 +33,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
     "chat_template.json",
     "generation_config.json",
     "tokenizer.model",
@@ -60,10 +63,12 @@ class HubTokenizer:
             `generation_config.json`.
         bos_id: the token named `bos_token`, if there is one.
         begin_ids: what the tokenizer itself puts before a text, such as Llama's `bos_token`.
-        special_ids: the special tokens, which decode to nothing.
+        added_ids: the tokens that are found in a text before it is cut.
+        special_ids: the special tokens among them, which decode to nothing.
         token_bytes: int32 `[vocab_size]`, the UTF-8 bytes that each token stands for; 0 for special tokens. Where the
             tokenizer puts a space before a text, the first token counts one more than the text has.
         chat_template: the Jinja source of the chat template, if there is one.
+        template_names: what the chat templates are called; a single one is the default.
         special_names: `bos_token` ... -> its text, as chat templates see them.
         fingerprint: hash of all that decides which ids a text or a conversation gets.
 
@@ -77,7 +82,7 @@ class HubTokenizer:
         config = json_file(files, "tokenizer_config.json", name)
         special = json_file(files, "special_tokens_map.json", name)
         generation = json_file(files, "generation_config.json", name)
-        self._backend = load_backend(files, config, name)
+        self._backend = load_backend(files, config, special, name)
         self.special_names = special_names(config, special)
         mark_special(self._backend, self.special_names.values())
         self._end_ids = end_ids(self._backend, self.special_names.get("eos_token"), generation, name)
@@ -87,13 +92,16 @@ class HubTokenizer:
         # Without it, offsets are those of the text: a byte-level one leaves spaces out of them.
         self._backend.post_processor = None
         added = self._backend.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         self._table, self._drops_space = token_table(self._backend, name)
         self.vocab_size = len(self._table)
         ids = set(self._backend.get_vocab().values())
         self.plain_vocab_size = 1 + max(ids - self.special_ids, default=-1)
         self.token_bytes: NDArray[np.int32] = np.array([len(piece) for piece in self._table], np.int32)
-        self.chat_template = find_template(files, config, name)
+        templates = find_templates(files, config, name)
+        self.chat_template = templates.get(DEFAULT_TEMPLATE)
+        self.template_names = tuple(templates)
         self.fingerprint = self._hash()
 
     @classmethod
@@ -104,7 +112,9 @@ class HubTokenizer:
             ValueError: as for the class.
         """
         path, name = Path(folder).expanduser(), os.fspath(folder)
-        wanted = (*TOKENIZER_FILES, _MODEL_CONFIG)
+        # What there is instead is read for the error alone, and never written again.
+        instead = () if (path / "tokenizer.json").is_file() else (TIKTOKEN,)
+        wanted = (*TOKENIZER_FILES, *instead, _MODEL_CONFIG)
         try:
             files = {file: (path / file).read_bytes() for file in wanted if (path / file).is_file()}
         except OSError as error:
@@ -141,7 +151,7 @@ class HubTokenizer:
                     f"{self.special_names.get('eos_token', 'its end token')}."
                 )
             template = built_in.source
-        return HubTokenizer({**self.files, "chat_template.jinja": template.encode()}, self.name)
+        return HubTokenizer({**self.files, TEMPLATE_FILE: template.encode()}, self.name)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:

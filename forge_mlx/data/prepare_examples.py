@@ -121,16 +121,13 @@ def prepare_examples(
         raise ValueError(f"[data] seq_len must be at least 1 but got {seq_len}.")
     started = time.monotonic()
     tokenizer = with_template(config, tokenizer)
-    found = read_examples(config, tokenizer, log=log)
-    items = found.train + found.valid
+    found = read_examples(config, tokenizer, log=log, longest=seq_len if config.truncate == "drop" else None)
+    items = found.train + found.valid + found.dropped
     too_long = [item for item in items if item.num_inputs > seq_len]
     if too_long and config.truncate == "error":
         raise ValueError(_too_long_message(too_long, len(items), seq_len, config, limit))
-    splits = [found.train, found.valid]
-    if config.truncate == "drop":
-        splits = [_that_fit(split, seq_len, name) for split, name in zip(splits, ("train", "valid"), strict=True)]
-    train, valid = (build_rows(split, config, seq_len) for split in splits)
-    facts = _facts(config, found, splits, (train, valid), seq_len, time.monotonic() - started)
+    train, valid = (build_rows(split, config, seq_len) for split in (found.train, found.valid))
+    facts = _facts(config, found, (train, valid), seq_len, time.monotonic() - started)
     return PreparedExamples(tokenizer, train, valid, facts, _lines(facts, seq_len, described(items)))
 
 
@@ -164,26 +161,15 @@ def _too_long_message(
     )
 
 
-def _that_fit(items: list[Item], seq_len: int, split: str) -> list[Item]:
-    kept = [item for item in items if item.num_inputs <= seq_len]
-    if not kept:
-        raise ValueError(
-            f"[data] truncate: drop must leave examples but all {len(items):,} of the {split} split are longer than "
-            f"train.seq_len, {seq_len:,}, {described(items)}. Raise train.seq_len."
-        )
-    return kept
-
-
 def _facts(
     config: ExampleConfig,
     found: ReadExamples,
-    splits: list[list[Item]],
     rows: tuple[AnyRows, AnyRows],
     seq_len: int,
     seconds: float,
 ) -> ExampleFacts:
-    items = found.train + found.valid
-    too_long = sum(item.num_inputs > seq_len for item in items)
+    num_kept, num_dropped = len(found.train) + len(found.valid), len(found.dropped)
+    too_long = num_dropped + sum(item.num_inputs > seq_len for item in found.train + found.valid)
     split = too_long if config.truncate == "split" else 0
     train, valid = rows
     lengths = np.concatenate([train.piece_lengths, valid.piece_lengths]) + 1
@@ -192,11 +178,11 @@ def _facts(
         source=config.source,
         format=config.format,
         files=found.files,
-        examples=len(items),
+        examples=num_kept + num_dropped,
         read_as=found.spellings,
         in_chat=found.in_chat,
-        train_examples=len(splits[0]),
-        valid_examples=len(splits[1]),
+        train_examples=len(found.train),
+        valid_examples=len(found.valid),
         train_tokens=train.tokens.num_tokens - int(train.left_out.sum()),
         valid_tokens=valid.tokens.num_tokens - int(valid.left_out.sum()),
         train_targets=train.num_targets,
@@ -204,9 +190,9 @@ def _facts(
         mean_tokens=round(float(lengths.mean()), 1),
         longest_tokens=int(lengths.max()),
         too_long=too_long,
-        dropped=len(items) - sum(map(len, splits)),
+        dropped=num_dropped,
         split=split,
-        pieces=len(lengths) - (len(items) - split) if split else 0,
+        pieces=len(lengths) - (num_kept - split) if split else 0,
         left_out_pieces=len(train.left_out) + len(valid.left_out),
         left_out_tokens=int(train.left_out.sum() + valid.left_out.sum()),
         row_length=train.seq_len,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
+from forge_mlx._text import count
 from forge_mlx.data.config import STDLIB, DataConfig
 from forge_mlx.data.corpus import Corpus, Piece
 from forge_mlx.data.example_config import ExampleConfig
@@ -147,11 +148,17 @@ def _require_text(corpora: list[Corpus]) -> None:
     for corpus, name in zip(corpora, ("source", "valid_paths"), strict=False):
         if not corpus.scan.documents:
             bad = [corpus.files[index].name for index in corpus.scan.not_utf8]
-            raise ValueError(
-                f"[data] {name} must hold some text but its {len(corpus.files)} files are "
-                f"{len(bad)} not UTF-8{some_names(bad)} and {len(corpus.files) - len(bad)} empty. "
-                f"Check data.{name}."
-            )
+            empty = len(corpus.files) - len(bad)
+            found = [f"{count(len(bad), 'file')} that {_is(len(bad))} not UTF-8{some_names(bad)}"] if bad else []
+            found += [f"{count(empty, 'file')} that {_is(empty)} empty"] if empty else []
+            way_out = f"Check data.{name}."
+            if any(each.lower().endswith(".parquet") for each in bad):
+                way_out = "Parquet files hold examples: set data.format to what one is, text for plain texts."
+            raise ValueError(f"[data] {name} must hold some text but has {' and '.join(found)}. {way_out}")
+
+
+def _is(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
 def _log_left_out(name: str, listing: Listing, log: Callable[[str], None]) -> None:

@@ -74,6 +74,24 @@ def validation_rows(tokens: TokenFile, seq_len: int, packing: Packing) -> Rows:
     return DocumentRows(tokens, seq_len) if packing == "documents" else ConcatWindows(tokens, seq_len)
 
 
+def require_full_batch(rows: Rows, batch_size: int) -> None:
+    """Refuse a corpus that is shorter than one batch. Examples may be: a batch takes those of several epochs.
+
+    Args:
+        rows: to train on.
+        batch_size: rows a batch.
+
+    Raises:
+        ValueError: as said.
+    """
+    if rows.num_rows < batch_size and rows.packing in _OF_CORPORA:
+        raise ValueError(
+            f"[batch_stream] the training text must fill one batch, {batch_size} rows of {rows.seq_len} tokens, "
+            f"but its {rows.tokens.num_tokens} tokens fill {rows.num_rows} (packing: {rows.packing}). Lower the "
+            "batch size or the sequence length, or give more text."
+        )
+
+
 class BatchStream:
     """An endless stream of training batches.
 
@@ -94,12 +112,7 @@ class BatchStream:
         _require_positive("batch_stream", batch_size=batch_size)
         if seed < 0:
             raise ValueError(f"[batch_stream] seed must be at least 0 but got {seed}.")
-        if rows.num_rows < batch_size and rows.packing in _OF_CORPORA:
-            raise ValueError(
-                f"[batch_stream] the training text must fill one batch, {batch_size} rows of {rows.seq_len} tokens, "
-                f"but its {rows.tokens.num_tokens} tokens fill {rows.num_rows} (packing: {rows.packing}). Lower the "
-                "batch size or the sequence length, or give more text."
-            )
+        require_full_batch(rows, batch_size)
         self._corpus = rows
         self._batch_size = batch_size
         self._seed = seed

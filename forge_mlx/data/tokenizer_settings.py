@@ -2,12 +2,16 @@
 
 from collections.abc import Iterable, Mapping
 import json
-from typing import Any
+from typing import Any, Final
 
-from tokenizers import AddedToken, Tokenizer
+from forge_mlx.data.late_tokens import ROLES, add_listed, add_named, named_specials, tokens_with_ids
+from tokenizers import Tokenizer
 
+TIKTOKEN: Final = "tiktoken.model"
+"""A vocabulary that code of the model's own reads, of which `tokenizer.json` cannot be made without it."""
+TEMPLATE_FILE: Final = "chat_template.jinja"
+DEFAULT_TEMPLATE: Final = "default"
 _ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def json_file(files: Mapping[str, bytes], file: str, name: str) -> dict[str, Any]:
@@ -37,18 +41,16 @@ def _are_ids(value: object) -> bool:
     return all(type(each) is int for each in (value if isinstance(value, list) else [value]))
 
 
-def load_backend(files: Mapping[str, bytes], config: Mapping[str, Any], name: str) -> Tokenizer:
-    """The tokenizer of `tokenizer.json` with the tokens that `tokenizer_config.json` adds to it.
+def load_backend(
+    files: Mapping[str, bytes], config: Mapping[str, Any], special: Mapping[str, Any], name: str
+) -> Tokenizer:
+    """The tokenizer of `tokenizer.json` with the tokens that the other files add to it.
 
     Raises:
         ValueError: there is no such file, it is broken, or a token's id is not the one that the files say.
     """
     if "tokenizer.json" not in files:
-        others = [file for file in ("tokenizer.model", "vocab.json") if file in files]
-        raise ValueError(
-            f"[hub_tokenizer] {name} must have a tokenizer.json but has {f'only {others[0]}' if others else 'none'}. "
-            "Write one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
-        )
+        raise ValueError(f"[hub_tokenizer] {name} must have a tokenizer.json but has {_instead(files)}.")
     declared = json_file(files, "tokenizer.json", name)
     try:
         backend = Tokenizer.from_buffer(files["tokenizer.json"])
@@ -57,10 +59,16 @@ def load_backend(files: Mapping[str, bytes], config: Mapping[str, Any], name: st
     backend.no_truncation()
     backend.no_padding()
     expected = {entry["id"]: entry["content"] for entry in declared.get("added_tokens") or []}
-    for token, entry in _late_tokens(config, name).items():
+    for token, entry in tokens_with_ids(config, name).items():
         if token not in expected:
             backend.add_tokens([entry])
             expected[token] = entry.content
+    is_older = "added_tokens_decoder" not in config
+    # Where the settings list tokens with their ids, transformers reads neither of the older files.
+    older = special if is_older else {}
+    if is_older:
+        listed = json_file(files, "added_tokens.json", name)
+        expected |= add_listed(backend, listed, named_specials(config, older, name), name)
     # The library numbers added tokens anew where their ids leave a gap behind the vocabulary.
     for token, text in expected.items():
         if (found := backend.token_to_id(text)) != token:
@@ -68,27 +76,28 @@ def load_backend(files: Mapping[str, bytes], config: Mapping[str, Any], name: st
                 f"[hub_tokenizer] the added token {text!r} of {name} must get the id {token} that its files say but "
                 f"gets {found}. Repair the files: ids of added tokens must follow on the vocabulary without a gap."
             )
+    add_named(backend, config, older, name)
     return backend
 
 
-def _late_tokens(config: Mapping[str, Any], name: str) -> dict[int, AddedToken]:
-    try:
-        listed = {int(token): dict(entry) for token, entry in (config.get("added_tokens_decoder") or {}).items()}
-        return {
-            token: AddedToken(**{key: value for key, value in listed[token].items() if not key.startswith("_")})
-            for token in sorted(listed)
-        }
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"[hub_tokenizer] added_tokens_decoder in tokenizer_config.json of {name} must map ids to tokens but got: "
-            f"{error}."
-        ) from error
+def _instead(files: Mapping[str, bytes]) -> str:
+    """What a folder has instead of a tokenizer.json, and the way out."""
+    if TIKTOKEN in files:
+        return (
+            f"only {TIKTOKEN}, which code of the model's own reads, and transformers writes none of it. Take the "
+            "tokenizer.json that others made of it, such as that of a conversion of the model on the hub"
+        )
+    others = [file for file in ("tokenizer.model", "vocab.json") if file in files]
+    return (
+        f"{f'only {others[0]}' if others else 'none'}. Write one with transformers: "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    )
 
 
 def special_names(config: Mapping[str, Any], special: Mapping[str, Any]) -> dict[str, str]:
     """`eos_token` and the like -> the token's text, by the tokenizer's settings, else by `special_tokens_map.json`."""
     names: dict[str, str] = {}
-    for role in _ROLES:
+    for role in ROLES:
         for source in (config, special):
             value = source.get(role)
             text = value.get("content") if isinstance(value, dict) else value
@@ -130,19 +139,26 @@ def begin_ids(backend: Tokenizer) -> list[int]:
     return list(encoded.ids[:count])
 
 
-def find_template(files: Mapping[str, bytes], config: Mapping[str, Any], name: str) -> str | None:
-    """The chat template, as transformers finds it: a file of its own goes first; of several, the default one.
+def find_templates(files: Mapping[str, bytes], config: Mapping[str, Any], name: str) -> dict[str, str]:
+    """Name -> chat template, in transformers' order: a file of its own, the settings, the processor's file.
 
     Raises:
-        ValueError: the file is not UTF-8.
+        ValueError: the first is not UTF-8, or the last is no JSON object.
     """
-    if "chat_template.jinja" in files:
+    if TEMPLATE_FILE in files:
         try:
-            return files["chat_template.jinja"].decode()
+            return {DEFAULT_TEMPLATE: files[TEMPLATE_FILE].decode()}
         except UnicodeDecodeError as error:
-            raise ValueError(f"[hub_tokenizer] chat_template.jinja of {name} must be UTF-8 but is not.") from error
-    template = json_file(files, "chat_template.json", name).get("chat_template", config.get("chat_template"))
-    if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, dict)]
-        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
+            raise ValueError(f"[hub_tokenizer] {TEMPLATE_FILE} of {name} must be UTF-8 but is not.") from error
+    of_processor = json_file(files, "chat_template.json", name).get("chat_template")
+    said = config.get("chat_template")
+    return _by_name(of_processor if said is None else said)
+
+
+def _by_name(said: object) -> dict[str, str]:
+    if isinstance(said, str):
+        return {DEFAULT_TEMPLATE: said}
+    if isinstance(said, list):
+        said = {each.get("name"): each.get("template") for each in said if isinstance(each, dict)}
+    named = said.items() if isinstance(said, dict) else ()
+    return {key: source for key, source in named if isinstance(key, str) and isinstance(source, str)}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from forge_mlx._console import to_stderr
+from forge_mlx._text import count
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.hub.adapter_folder import (
     CONFIG_FILE,
@@ -20,6 +21,7 @@ from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.families.layout import Layout
 from forge_mlx.hub.families.registry import family_for
 from forge_mlx.hub.fingerprint import say_if_other_weights
+from forge_mlx.hub.router_adapters import merge_into_routers, router_places, routers_by_name
 from forge_mlx.hub.safetensors_files import own_file
 from forge_mlx.models.adapter_config import AdapterConfig
 from forge_mlx.models.adapter_targets import block_of, num_blocks
@@ -27,6 +29,7 @@ from forge_mlx.models.adapters import adapted_layers, add_adapters
 from forge_mlx.models.gpt import GPT
 from forge_mlx.nn.adapted_base import kind_of, weight_shape
 from forge_mlx.nn.lora import adapter_shapes
+from forge_mlx.nn.router import Router
 import mlx.core as mx
 from mlx.utils import tree_unflatten
 from pydantic import ValidationError
@@ -63,7 +66,8 @@ def save_adapters(
         fingerprint: That of the base's weights, so that others can be told from them; None: they cannot.
 
     Raises:
-        HubError: The model has no adapters, or others than the config says, or something is in the folder.
+        HubError: The model has no adapters, or others than the config says, or some were merged into routers, or
+            something is in the folder.
         OSError: A file cannot be written.
     """
     layers = adapted_layers(model)
@@ -77,6 +81,11 @@ def save_adapters(
                 f"[save_adapters] config must be the one that the adapters were made with but that of {name} has "
                 f"{layer._extra_repr()}. Give that one."
             )
+    if merged := [name for name in routers_by_name(model) if name in config.targets]:
+        raise HubError(
+            f"[save_adapters] routers take no adapters, so those read for them were merged, but the config names "
+            f"{merged[0]}: the folder would lack them. Write the whole model: merge_adapters, then save_pretrained."
+        )
     places = module_places(model)
     modules = {name: {part: layer[part] for part in PARTS if part in layer} for name, layer in layers}
     keys, num_layers = _keys([name for name, _ in layers], places)
@@ -98,14 +107,18 @@ def load_adapters(
 ) -> AdapterConfig:
     """Put saved adapters into a model: those of `save_adapters`, or of mlx-lm's own training.
 
+    Routers take no adapters. Those that mlx-lm trained on them are merged into their weights: the model computes the
+    same, but such adapters can neither be trained on nor switched off, nor saved again.
+
     Args:
         folder: With `adapters.safetensors` and `adapter_config.json`.
         model: Without adapters; changed in place, as by `add_adapters`.
         base: Where the model was read from; None: it is taken for the one that the adapters are for.
-        log: Told in a line where the base's weights are not those that the adapters were trained on.
+        log: Told in a line where the base's weights are not those that the adapters were trained on, and in one how
+            many adapters were merged into routers.
 
     Returns:
-        What they are; `targets` are the names of the layers.
+        What they are; `targets` are the names of the layers, routers among them.
 
     Raises:
         HubError: A file is missing or damaged, or does not fit the model; nothing is changed then.
@@ -121,10 +134,19 @@ def load_adapters(
         raise HubError(f"{file}: two adapters must not be of one layer but {len(content.tensors)} are of {len(found)}.")
     _check_shapes(found, model, file, content.rank)
     config = _config(content, sorted(found), folder / CONFIG_FILE)
+    of_routers = {name: found.pop(name) for name in routers_by_name(model) if name in found}
+    if not found:
+        raise HubError(
+            f"{file}: there must be adapters of other layers than routers but all are of routers. Let mlx_lm.fuse "
+            "merge them."
+        )
     try:
-        add_adapters(model, config, seed=0)
+        add_adapters(model, config.model_copy(update={"targets": sorted(found)}), seed=0)
     except ValueError as error:
         raise HubError(f"{file}: {error}") from None
+    if of_routers:
+        merge_into_routers(model, of_routers, config)
+        log(f"{folder}: {count(len(of_routers), 'adapter')} of routers merged into their weights: routers take none")
     arrays = [(f"{name}.{part}", array) for name, parts in found.items() for part, array in parts.items()]
     model.update(tree_unflatten([(name, array.astype(mx.float32)) for name, array in arrays]))
     if base is not None:
@@ -182,7 +204,8 @@ def _layout(model: GPT) -> Layout:
 
 def _own_name(place: str, model: GPT, file: Path) -> str:
     layout = _layout(model)
-    ours = {layout.bare(each): name for name, each in module_places(model).items()}
+    places = module_places(model) | router_places(model, layout)
+    ours = {layout.bare(each): name for name, each in places.items()}
     found = ours.get(layout.bare(place))
     if found is None:
         near = difflib.get_close_matches(layout.bare(place), list(ours), n=1, cutoff=0.4)
@@ -197,7 +220,7 @@ def _check_shapes(found: dict[str, Any], model: GPT, file: Path, rank: int) -> N
     modules = dict(model.named_modules())
     problems = []
     for name, parts in found.items():
-        kind = kind_of(modules[name])
+        kind = "linear" if isinstance(modules[name], Router) else kind_of(modules[name])
         assert kind is not None
         weight = weight_shape(modules[name])
         wanted = dict(zip(PARTS, (*adapter_shapes(kind, weight, rank), weight[-2:-1]), strict=True))

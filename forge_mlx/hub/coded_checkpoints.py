@@ -87,7 +87,12 @@ def read_quantization(values: Mapping[str, Any], layout: Layout, where: str) -> 
 
 
 def put_codes(
-    model: nn.Module, layout: Layout, quantization: Quantization, tensors: dict[str, mx.array], dtype: mx.Dtype
+    model: nn.Module,
+    layout: Layout,
+    quantization: Quantization,
+    tensors: dict[str, mx.array],
+    dtype: mx.Dtype,
+    where: str,
 ) -> Decoded:
     """Replace the layers of which a checkpoint has codes; what stays float here is decoded.
 
@@ -97,21 +102,22 @@ def put_codes(
         quantization: What config.json says.
         tensors: Those of the checkpoint by their names without a prefix; what is decoded is replaced.
         dtype: What the floats of the model are.
+        where: What errors call the checkpoint: its folder.
 
     Returns:
         How many layers were decoded.
 
     Raises:
-        HubError: The arrays of a layer fit no format, or another than config.json says.
+        HubError: The arrays of a layer fit no format, or another than config.json says, or not together.
     """
     routers, latents, replaced = 0, 0, []
     for name, layer in list[tuple[str, nn.Module]](model.named_modules()):
         if isinstance(layer, Router):
-            routers += _decode(tensors, layout.place(name), layer.weight.shape[-1], quantization, dtype)
+            routers += _decode(tensors, layout.place(name), layer.weight.shape[-1], quantization, dtype, where)
         if isinstance(layer, LatentAttention):
             widths = {OF_KEYS: layer.qk_nope_head_dim, OF_VALUES: layer.kv_lora_rank}
             of_layer = [
-                _decode(tensors, f"{layout.place(name)}.{part}", width, quantization, dtype)
+                _decode(tensors, f"{layout.place(name)}.{part}", width, quantization, dtype, where)
                 for part, width in widths.items()
             ]
             latents += any(of_layer)
@@ -145,7 +151,7 @@ def _options(entry: Mapping[str, Any], where: str) -> Options:
 def _format_of(width: int, parts: Mapping[str, mx.array | None], said: Options | bool | None, where: str) -> Options:
     """The format that the shapes of codes and scales tell, which must be the one that config.json says of them."""
     weight, scales = parts["weight"], parts["scales"]
-    if weight is None or scales is None or weight.dtype != mx.uint32 or not scales.ndim or not scales.shape[-1]:
+    if weight is None or not weight.ndim or weight.dtype != mx.uint32 or scales is None or 0 in (scales.shape or (0,)):
         raise HubError(
             f"{where}: codes must be a uint32 weight with scales but there is another thing. Convert it anew."
         )
@@ -166,7 +172,9 @@ def _format_of(width: int, parts: Mapping[str, mx.array | None], said: Options |
     return found
 
 
-def _decode(tensors: dict[str, mx.array], module: str, width: int, quantization: Quantization, dtype: mx.Dtype) -> bool:
+def _decode(
+    tensors: dict[str, mx.array], module: str, width: int, quantization: Quantization, dtype: mx.Dtype, where: str
+) -> bool:
     """Replace the codes of a module by the weight that they stand for; False where there are none."""
     said = quantization.layers.get(module)
     if f"{module}.scales" not in tensors or said is False:
@@ -176,7 +184,14 @@ def _decode(tensors: dict[str, mx.array], module: str, width: int, quantization:
     weight, scales = parts["weight"], parts["scales"]
     assert weight is not None
     assert scales is not None
-    made = WeightFormat(options, dtype).values(Packed(weight, scales, parts["biases"]))
+    biases = parts["biases"]
+    if options.has_biases != (biases is not None):
+        be, is_ = ("be there", "is missing") if options.has_biases else ("be left out", "is there")
+        raise HubError(f"{where}: {module}.biases must {be} beside codes of the mode {options.mode} but {is_}.")
+    try:
+        made = WeightFormat(options, dtype).values(Packed(weight, scales, biases).scaled_for(dtype))
+    except ValueError as error:
+        raise HubError(f"{where}: {module}: {str(error).removeprefix('[dequantize] ')}") from None
     for part in _PARTS:
         tensors.pop(f"{module}.{part}", None)
     tensors[f"{module}.weight"] = made

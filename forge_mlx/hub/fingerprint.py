@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from forge_mlx.hub.errors import HubError
+from forge_mlx.hub.gguf_file import read_gguf
+from forge_mlx.hub.gguf_parts import part_files
 from forge_mlx.hub.safetensors_files import weight_files
 
 _PIECE: Final = 1 << 25
@@ -19,14 +21,14 @@ def weights_fingerprint(path: Path) -> str:
     All of the content is read, on all cores: files of another model may be as long, and a copy of the same one newer.
 
     Args:
-        path: A folder with safetensors, or a GGUF file.
+        path: A folder with safetensors, or a GGUF file; of a split one the first part stands for all.
 
     Raises:
         HubError: There are no weights, or they cannot be read.
     """
-    files = [path] if path.is_file() else weight_files(path)[1]
     whole = hashlib.sha256()
     try:
+        files = part_files(read_gguf(path)) if path.is_file() else weight_files(path)[1]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for digest in pool.map(_digest, *zip(*_pieces(files), strict=True)):
                 whole.update(digest)

@@ -14,8 +14,9 @@ from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.families.registry import family_for
 from forge_mlx.hub.gguf_blocks import DECODED, GROUP, Codes, decode
 from forge_mlx.hub.gguf_config import read_config
-from forge_mlx.hub.gguf_file import GGUFFile, GGUFTensor, read_gguf
+from forge_mlx.hub.gguf_file import GGUFFile, GGUFTensor
 from forge_mlx.hub.gguf_names import ROUTER, Source, sources
+from forge_mlx.hub.gguf_parts import read_whole
 from forge_mlx.hub.gguf_rope import FACTORS
 from forge_mlx.hub.gguf_tokenizer import read_tokenizer
 from forge_mlx.hub.loaded import Pretrained
@@ -56,7 +57,7 @@ def load_gguf(
     MLX has not, and floats become floats.
 
     Args:
-        path: The file.
+        path: The file; of a split model the first of its parts.
         dtype: Of the weights, and of the weights that codes stand for; None: bfloat16 or float32 if all of the
             file's matrices are, else float16.
         keep_quantized: Whether codes stay codes; false: they become floats.
@@ -113,7 +114,7 @@ def open_gguf(path: Path) -> GGUFFile:
         HubError: It cannot be read.
     """
     try:
-        file = read_gguf(path)
+        file = read_whole(path)
     except OSError as error:
         raise HubError(f"{path}: cannot be read: {error.strerror}.") from error
     _require_readable(file)
@@ -177,11 +178,11 @@ def _fill(model: GPT, file: GGUFFile, places: Mapping[str, Source], dtype: mx.Dt
         pieces = _pieces(file, tensor, place.rows)
         has_codes = _is_coded(tensor) and isinstance(modules[module], QUANTIZABLE)
         if keep_quantized and part == "weight" and has_codes:
-            layers.append((module, _coded(modules[module], pieces, tensor, file.path, dtype)))
+            layers.append((module, _coded(modules[module], pieces, tensor, dtype)))
         else:
             offset = 1 if model.config.norm_offset and module.endswith("norm") else 0
             own = mx.float32 if name.endswith(ALWAYS_FLOAT32) else dtype
-            array = mx.concatenate([_floats(piece, tensor, file.path, own, offset) for piece in pieces])
+            array = mx.concatenate([_floats(piece, tensor, own, offset) for piece in pieces])
             floats.append((name, array.reshape(-1, *tensor.shape[1:])))
         mx.eval(floats[-1][1] if floats else [], [layer.parameters() for _, layer in layers[-1:]])
     # Biases go into the layers that take the places of the first ones.
@@ -203,34 +204,32 @@ def _pieces(file: GGUFFile, tensor: GGUFTensor, rows: NDArray[np.intp] | None) -
         yield decode(tensor.type.name, content[start : start + at_a_time])
 
 
-def _floats(
-    piece: NDArray[np.float32] | Codes, tensor: GGUFTensor, path: Path, dtype: mx.Dtype, offset: int
-) -> mx.array:
+def _floats(piece: NDArray[np.float32] | Codes, tensor: GGUFTensor, dtype: mx.Dtype, offset: int) -> mx.array:
     values = piece.values() if isinstance(piece, Codes) else piece
-    return _array(values - offset if offset else values, tensor, path, dtype)
+    return _array(values - offset if offset else values, tensor, dtype)
 
 
-def _array(values: NDArray[np.float32], tensor: GGUFTensor, path: Path, dtype: mx.Dtype) -> mx.array:
+def _array(values: NDArray[np.float32], tensor: GGUFTensor, dtype: mx.Dtype) -> mx.array:
     largest = float(np.abs(values).max())
     # False for NaN too.
     if not largest <= _LARGEST.get(dtype, np.finfo(np.float32).max):
         raise HubError(
-            f"{path}: {tensor.name}: the values must be finite in {dtype_name(dtype)} but the largest is {largest:g}. "
-            "Load it in float32, or download it again."
+            f"{tensor.file}: {tensor.name}: the values must be finite in {dtype_name(dtype)} but the largest is "
+            f"{largest:g}. Load it in float32, or download it again."
         )
     return mx.array(values).astype(dtype)
 
 
 def _coded(
-    layer: nn.Module, pieces: Iterator[NDArray[np.float32] | Codes], tensor: GGUFTensor, path: Path, dtype: mx.Dtype
+    layer: nn.Module, pieces: Iterator[NDArray[np.float32] | Codes], tensor: GGUFTensor, dtype: mx.Dtype
 ) -> nn.Module:
     codes, scales, biases, bits = [], [], [], 4
     for piece in pieces:
         assert isinstance(piece, Codes)
         bits = piece.bits
         codes.append(mx.array(piece.packed()))
-        scales.append(_array(piece.scales, tensor, path, dtype))
-        biases.append(_array(piece.biases, tensor, path, dtype))
+        scales.append(_array(piece.scales, tensor, dtype))
+        biases.append(_array(piece.biases, tensor, dtype))
     options = checked_options("load_gguf", "affine", bits, GROUP, None)
     packed = Packed(*(_stacked(parts, tensor) for parts in (codes, scales, biases)))
     return coded_layer(layer, packed, WeightFormat(options, dtype))

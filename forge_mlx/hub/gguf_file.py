@@ -89,6 +89,7 @@ class GGUFTensor(NamedTuple):
         type: How it is stored.
         start: Where its bytes begin, from the start of the file.
         size: How many they are.
+        file: The file, of a split model one of its parts.
     """
 
     name: str
@@ -96,13 +97,14 @@ class GGUFTensor(NamedTuple):
     type: BlockType
     start: int
     size: int
+    file: Path
 
 
 class GGUFFile(NamedTuple):
     """What a header says.
 
     Attributes:
-        path: The file.
+        path: The file; of a split model the first of its parts.
         metadata: Key -> string, bool, int, float, list of strings, or array of numbers.
         tensors: By name.
     """
@@ -121,11 +123,11 @@ class GGUFFile(NamedTuple):
             HubError: The file has become shorter.
             OSError: It cannot be read.
         """
-        with self.path.open("rb") as file:
+        with tensor.file.open("rb") as file:
             file.seek(tensor.start)
             content = np.fromfile(file, np.uint8, tensor.size)
         if content.size < tensor.size:
-            raise HubError(f"{self.path}: {tensor.name}: the file ends in the middle of it. Download it again.")
+            raise HubError(f"{tensor.file}: {tensor.name}: the file ends in the middle of it. Download it again.")
         return content
 
 
@@ -272,7 +274,7 @@ def _tensor(reader: _Reader, index: int) -> tuple[str, GGUFTensor]:
             f"{reader.path}: {name}: a {kind.name} must have rows of whole blocks of {kind.elements} but has the "
             f"shape {shape}. The file is damaged."
         )
-    return name, GGUFTensor(name, shape, kind, offset, math.prod(shape) // kind.elements * kind.bytes)
+    return name, GGUFTensor(name, shape, kind, offset, math.prod(shape) // kind.elements * kind.bytes, reader.path)
 
 
 def _check_places(path: Path, tensors: Mapping[str, GGUFTensor], alignment: int, file_size: int) -> None:

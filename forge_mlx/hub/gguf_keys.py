@@ -55,6 +55,12 @@ def config_keys(config: DecoderConfig) -> dict[str, Any]:
     Raises:
         HubError: llama.cpp would compute something else; every field that it cannot be told is named.
     """
+    if isinstance(config, MoEConfig) and config.kv_lora_rank is not None:
+        raise HubError(
+            "[write_gguf] the model must have ordinary attention but has latent attention (kv_lora_rank: "
+            f"{config.kv_lora_rank}), as DeepSeek-V3: llama.cpp's deepseek2 is not written. Export a Hugging Face "
+            "folder, or keep forge_mlx's own."
+        )
     name = architecture_of(config)
     problems = _problems(name, config)
     if problems:

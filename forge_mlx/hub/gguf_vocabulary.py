@@ -17,6 +17,7 @@ _BYTE_NAME: Final = re.compile("<0x[0-9A-F]{2}>")
 _KINDS: Final = {role: number for number, role in ROLES.items()}
 # Below the score of every piece that merges make: a piece of one character is never looked up by it.
 _NO_MERGE: Final = -1e6
+_OF_TOKENS: Final = (".tokens", ".token_type", ".scores")
 _WAY_OUT: Final = "Export a Hugging Face folder."
 
 
@@ -34,10 +35,11 @@ def tokenizer_keys(tokenizer: TextTokenizer, vocab_size: int, *, texts_begin_wit
     Raises:
         HubError: llama.cpp would cut texts otherwise, or cannot open such a tokenizer.
     """
-    if tokenizer.vocab_size > vocab_size:
+    needed = tokenizer.plain_vocab_size if isinstance(tokenizer, HubTokenizer) else tokenizer.vocab_size
+    if needed > vocab_size:
         raise HubError(
             f"[write_gguf] the tokenizer must be the model's, of at most {vocab_size} tokens, but has "
-            f"{tokenizer.vocab_size}. Give the one that the model was trained with."
+            f"{needed}. Give the one that the model was trained with."
         )
     if isinstance(tokenizer, HubTokenizer):
         keys = _of_hub(tokenizer)
@@ -47,12 +49,26 @@ def tokenizer_keys(tokenizer: TextTokenizer, vocab_size: int, *, texts_begin_wit
         raise HubError(
             f"[write_gguf] the tokenizer must be one that can be written but is a {type(tokenizer).__name__}."
         )
+    keys = _without_rowless(keys, vocab_size)
     missing = range(len(keys["tokenizer.ggml.tokens"]), vocab_size)
     keys["tokenizer.ggml.tokens"] += [f"[PAD{number}]" for number in missing]
     keys["tokenizer.ggml.token_type"] += [UNUSED] * len(missing)
     if "tokenizer.ggml.scores" in keys:
         keys["tokenizer.ggml.scores"] += [_NO_MERGE] * len(missing)
     return keys
+
+
+def _without_rowless(keys: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """The keys without special tokens that have no row of the table, such as a padding that was named later."""
+    for role in ("bos", "eos"):
+        number = keys.get(f"tokenizer.ggml.{role}_token_id", 0)
+        if number >= vocab_size:
+            raise HubError(
+                f"[write_gguf] {role}_token must have an embedding but its id is {number}, and the model has "
+                f"{vocab_size}. {_WAY_OUT}"
+            )
+    cut = {key: value[:vocab_size] if key.endswith(_OF_TOKENS) else value for key, value in keys.items()}
+    return {key: value for key, value in cut.items() if not key.endswith("_token_id") or value < vocab_size}
 
 
 def _of_pieces(tokenizer: Tokenizer, texts_begin_with_end: bool) -> dict[str, Any]:
@@ -100,21 +116,17 @@ def _of_hub(tokenizer: HubTokenizer) -> dict[str, Any]:
 def _tokens(tokenizer: HubTokenizer, content: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     """Names and kinds by id."""
     model = content["model"]
-    names = {number: token for token, number in model["vocab"].items()}
-    late = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}")).get("added_tokens_decoder", {})
-    added = {entry["id"]: entry["content"] for entry in content.get("added_tokens", [])}
-    added = {int(number): entry["content"] for number, entry in late.items()} | added
     unknown = model.get("unk_token")
     tokens, kinds = [], []
     for number in range(tokenizer.vocab_size):
-        name = added.get(number, names.get(number))
-        if name is None:
+        name = tokenizer.token_name(number)
+        if not name:
             name, kind = f"[PAD{number}]", UNUSED
         elif name == unknown and model.get("byte_fallback"):
             kind = UNKNOWN
         elif number in tokenizer.special_ids:
             kind = CONTROL
-        elif number in added:
+        elif number in tokenizer.added_ids:
             kind = USER_DEFINED
         else:
             kind = BYTE if model.get("byte_fallback") and _BYTE_NAME.fullmatch(name) else NORMAL

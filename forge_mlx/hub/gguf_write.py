@@ -14,6 +14,7 @@ from forge_mlx.hub.gguf_keys import config_keys
 from forge_mlx.hub.gguf_names import ROUTER, Source, sources
 from forge_mlx.hub.gguf_rope import FACTORS, rope_factors
 from forge_mlx.hub.gguf_vocabulary import tokenizer_keys
+from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.gpt import GPT
 from forge_mlx.models.registry import build_model
 from forge_mlx.nn.coded import Coded, named_shapes
@@ -28,7 +29,7 @@ Kind = Literal["f32", "f16", "q8_0", "q4_0"]
 
 _MATRICES: Final[dict[Kind, str]] = {"f32": "F32", "f16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 # As llama.cpp's file_type has it: what most matrices are.
-_FILE_TYPES: Final[dict[Kind, int]] = {"f32": 0, "f16": 1, "q8_0": 7, "q4_0": 2}
+_FILE_TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7}
 _LARGEST_HALF: Final = 65504.0
 
 
@@ -89,22 +90,27 @@ def write_gguf(
     if target.exists():
         raise HubError(f"[write_gguf] path must be a new file but {target} exists. Give another or remove it.")
     keys = config_keys(model.config)
+    modules = dict(model.named_modules())
+    entries = _entries(model, modules, keys["general.architecture"], kind)
     metadata = {
         **keys,
         "general.name": target.stem if name is None else name,
-        "general.file_type": _FILE_TYPES[kind],
+        "general.file_type": _file_type(entries),
         "general.quantization_version": 2,
         **tokenizer_keys(tokenizer, model.config.vocab_size or 0, texts_begin_with_end=texts_begin_with_end),
     }
-    entries = _entries(model, keys["general.architecture"], kind)
     outlines = [Outline(entry.name, entry.type, entry.shape) for entry in entries]
-    write_container(target, metadata, outlines, (_content(entry, model) for entry in entries))
+    write_container(target, metadata, outlines, (_content(entry, model.config, modules) for entry in entries))
     return dict(Counter(entry.type for entry in entries))
 
 
-def _entries(model: GPT, architecture: str, kind: Kind) -> list[_Entry]:
+def _file_type(entries: list[_Entry]) -> int:
+    matrices = Counter(entry.type for entry in entries if len(entry.shape) > 1 and not entry.name.endswith(ROUTER))
+    return _FILE_TYPES[matrices.most_common(1)[0][0]]
+
+
+def _entries(model: GPT, modules: Mapping[str, nn.Module], architecture: str, kind: Kind) -> list[_Entry]:
     shapes = dict(named_shapes(model))
-    modules = dict(model.named_modules())
     prepared = [name for name, module in modules.items() if isinstance(module, FakeQuantized)]
     if prepared:
         raise HubError(
@@ -142,39 +148,46 @@ def _type_of(
     quantized = kind in ("q8_0", "q4_0")
     if quantized and shape[-1] % 32:
         return "F16"
-    if quantized and all(_keeps_codes(modules[parameter.rpartition(".")[0]]) for parameter, _ in parts):
+    if quantized and all(keeps_codes(modules[parameter.rpartition(".")[0]]) for parameter, _ in parts):
         return "Q4_1"
     if kind == "q4_0" and tensor in ("token_embd.weight", "output.weight"):
         return "Q8_0"
     return _MATRICES[kind]
 
 
-def _keeps_codes(module: nn.Module) -> bool:
+def keeps_codes(module: nn.Module) -> bool:
+    """Whether a layer's codes are in files of q8_0 and q4_0 as they are, as Q4_1.
+
+    Args:
+        module: Any layer.
+    """
     if not isinstance(module, Coded):
         return False
     options = module.format.options
     return (options.mode, options.bits, options.group_size) == ("affine", 4, 32)
 
 
-def _content(entry: _Entry, model: GPT) -> NDArray[np.uint8]:
+def _content(entry: _Entry, config: DecoderConfig, modules: Mapping[str, nn.Module]) -> NDArray[np.uint8]:
     if entry.name == FACTORS:
-        factors = rope_factors(model.config)
+        factors = rope_factors(config)
         assert factors is not None
         return encode("F32", factors[None])
-    pieces = [_rows(entry, model, parameter, place) for parameter, place in entry.parts]
+    pieces = [_rows(entry, config, modules, parameter, place) for parameter, place in entry.parts]
     return np.concatenate(pieces)
 
 
-def _rows(entry: _Entry, model: GPT, parameter: str, place: Source) -> NDArray[np.uint8]:
+def _rows(
+    entry: _Entry, config: DecoderConfig, modules: Mapping[str, nn.Module], parameter: str, place: Source
+) -> NDArray[np.uint8]:
     """The rows that one parameter gives, in the file's order."""
     name, _, part = parameter.rpartition(".")
-    module = dict(model.named_modules())[name]
+    module = modules[name]
     if entry.type == "Q4_1" and isinstance(module, Coded):
         rows = encode_q4_1(_codes(module, parameter))
     else:
         is_coded = isinstance(module, Coded) and part == "weight"
         array = module.effective_weight() if is_coded else module[part]
-        offset = 1 if model.config.norm_offset and name.endswith("norm") else 0
+        offset = 1 if config.norm_offset and name.endswith("norm") else 0
         # One expert at a time, so that NumPy's copies stay small.
         matrices = array if array.ndim == 3 else array.reshape(1, array.shape[0], -1)
         pieces = (np.array(matrix.astype(mx.float32)) + np.float32(offset) for matrix in matrices)

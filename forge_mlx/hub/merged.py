@@ -3,9 +3,14 @@
 from collections.abc import Callable
 
 from forge_mlx._text import count
+from forge_mlx.hub.gguf_write import Kind, keeps_codes
 from forge_mlx.models.adapters import adapted_layers, merge_adapters
 from forge_mlx.models.gpt import GPT
+from forge_mlx.models.qat import is_prepared
+from forge_mlx.models.replace import replace_each
 from forge_mlx.nn.coded import holds_codes
+from forge_mlx.nn.lora import Adapter
+import mlx.nn as nn
 
 
 def merge_for_saving(model: GPT, *, dequantize: bool, log: Callable[[str], None]) -> None:
@@ -26,3 +31,42 @@ def merge_for_saving(model: GPT, *, dequantize: bool, log: Callable[[str], None]
             "what was learned; --dequantize writes floats instead"
         )
     merge_adapters(model, dequantize=dequantize)
+
+
+def merge_for_gguf(model: GPT, kind: Kind, *, log: Callable[[str], None]) -> None:
+    """Merge the adapters of a model that becomes a GGUF file, so that sums with codes are rounded once, to its type.
+
+    Sums become floats. Layers without adapters keep their codes. In q4_0, codes that the file has as they are, Q4_1,
+    are made anew of the sum: that too rounds once, and stays nearer to it than Q4_0.
+
+    Args:
+        model: With adapters; changed in place.
+        kind: Of the file.
+        log: Told in a line each how many layers of codes become floats, and how many get new codes.
+
+    Raises:
+        ValueError: The model has no adapters.
+    """
+
+    def stays_coded(base: nn.Module) -> bool:
+        return kind == "q4_0" and keeps_codes(base)
+
+    def becomes_float(layer: nn.Module) -> bool:
+        return isinstance(layer, Adapter) and holds_codes(layer.base) and not stays_coded(layer.base)
+
+    layers = [layer for _, layer in adapted_layers(model)]
+    # In quantisation-aware training the codes are what was learned.
+    floats = 0 if is_prepared(model) else sum(becomes_float(layer) for layer in layers)
+    anew = sum(stays_coded(layer.base) for layer in layers)
+    # Each is to be free as soon as it is replaced.
+    del layers
+    if anew:
+        log(
+            f"{count(anew, 'layer')} of codes with adapters: codes are made anew of the sum, which rounds away part of "
+            "what was learned; q8_0 keeps more"
+        )
+    if floats:
+        log(f"{count(floats, 'layer')} of codes with adapters: merged as floats, as by --dequantize")
+        replace_each(model, lambda layer: layer.merged(dequantize=True) if becomes_float(layer) else None)
+    if adapted_layers(model) or not floats:
+        merge_adapters(model)

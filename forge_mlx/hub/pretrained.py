@@ -12,7 +12,7 @@ from forge_mlx.hub.errors import HubError
 from forge_mlx.hub.families.registry import Described, describe
 from forge_mlx.hub.gguf import load_gguf, read_fitting_tokenizer
 from forge_mlx.hub.gguf_config import read_config as read_gguf_config
-from forge_mlx.hub.gguf_file import read_gguf
+from forge_mlx.hub.gguf_parts import read_whole
 from forge_mlx.hub.json_files import read_object
 from forge_mlx.hub.loaded import Pretrained
 from forge_mlx.hub.locate import locate
@@ -47,7 +47,7 @@ def load_pretrained(
     `forge_mlx.nn.quantized`, which are frozen.
 
     Args:
-        path: A folder, a `.gguf` file, or an id of the hub.
+        path: A folder, a `.gguf` file, of a split one the first part, or an id of the hub.
         dtype: What floats are cast to, float32, float16 or bfloat16; None: they stay what they are.
         revision: Of the hub.
         log: Told what is left out or rounded, with counts, one line for each.
@@ -89,7 +89,7 @@ def read_shape(
     """
     found = locate(path, revision=revision, part="config")
     if found.suffix == _GGUF and found.is_file():
-        return read_gguf_config(read_gguf(found), log)
+        return read_gguf_config(read_whole(found), log)
     return describe(_read_config(found), str(found / _CONFIG)).config
 
 
@@ -110,7 +110,7 @@ def read_tokenizer(
     """
     found = locate(path, revision=revision, part="tokenizer")
     if found.suffix == _GGUF and found.is_file():
-        return read_fitting_tokenizer(read_gguf(found), shape)
+        return read_fitting_tokenizer(read_whole(found), shape)
     tokenizer = HubTokenizer.load(found)
     _check_table(found, tokenizer, shape.vocab_size or 0, log)
     return tokenizer
@@ -197,7 +197,7 @@ def _filled(
     require_promised(described.config, tensors, where)
     model = build_model(described.config)
     if quantization is not None:
-        routers, latents = put_codes(model, family.layout, quantization, tensors, dtype or common_dtype(tensors))
+        routers, latents = put_codes(model, family.layout, quantization, tensors, dtype or common_dtype(tensors), where)
         if not routers and not latents and not any(isinstance(module, Coded) for module in model.modules()):
             log(f"{where}: config.json has a quantization but no layer has codes: the weights are read as floats")
         if routers:

@@ -26,6 +26,10 @@ _SNAPSHOTS: Final = "snapshots"
 # The format's own limit on a header.
 _LARGEST_HEADER: Final = 100_000_000
 _LENGTH_BYTES: Final = 8
+# More than any model has, and few enough for a message.
+_MOST_AXES: Final = 16
+_LONGEST_NAME: Final = 250
+_SHOWN: Final = 80
 # Bytes of an element of what MLX reads as it is. It has no F64, and takes F8_E4M3 for bytes: wrong weights.
 _SIZES: Final = {
     **{"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2},
@@ -95,7 +99,7 @@ def own_file(folder: Path, name: str) -> Path:
         HubError: The name is none, or a link leads out of the folder, other than to the Hugging Face cache's blobs.
     """
     if not name or name in (".", "..") or any(char in name for char in "/\\:\0"):
-        raise HubError(f"{folder}: a file must be named without a path but got {name!r}.")
+        raise HubError(f"{folder}: a file must be named without a path but got {_short(name)}.")
     file = folder / name
     try:
         is_link, target, home = file.is_symlink(), file.resolve(), folder.resolve()
@@ -182,10 +186,12 @@ def _indexed(index: Path) -> tuple[dict[str, str], list[Path]]:
     places = read_object(index).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise HubError(f"{index}: weight_map must say for each tensor the file that it is in.")
+    for tensor in places:
+        _check_name(index, tensor)
     files = []
     for name in sorted(set(places.values())):
-        if not name.endswith(".safetensors"):
-            raise HubError(f"{index}: weight_map must name safetensors files but got {name!r}.")
+        if not name.endswith(".safetensors") or not _is_text(name):
+            raise HubError(f"{index}: weight_map must name safetensors files but got {_short(name)}.")
         file = own_file(index.parent, name)
         if not file.is_file():
             raise HubError(f"{file}: is missing, which {index.name} names. Download it again.")
@@ -195,17 +201,38 @@ def _indexed(index: Path) -> tuple[dict[str, str], list[Path]]:
 
 def _place(file: Path, name: str, entry: Any) -> _Tensor:
     """Where one tensor lies, its length checked against its shape."""
+    _check_name(file, name)
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
         raise HubError(f"{file}: {name} must have a dtype, a shape and data_offsets but has {short_json(entry)}.")
     if not isinstance(dtype, str) or dtype not in _SIZES:
         raise HubError(f"{file}: {name} must be of a dtype among {', '.join(_SIZES)} but is {short_json(dtype)}.")
+    if len(shape) > _MOST_AXES:
+        raise HubError(f"{file}: {name} must have at most {_MOST_AXES} axes but has {len(shape)}.")
     begin, end = offsets
     wanted = math.prod(shape) * _SIZES[dtype]
     if end - begin != wanted:
         raise HubError(f"{file}: {name} must have {wanted} bytes, {dtype} of {shape}, but has {end - begin}.")
     return _Tensor(name, begin, end)
+
+
+def _check_name(file: Path, tensor: str) -> None:
+    if len(tensor) > _LONGEST_NAME or not _is_text(tensor):
+        raise HubError(
+            f"{file}: a tensor must have a name of at most {_LONGEST_NAME} characters but one has {len(tensor)}: "
+            f"{_short(tensor)}."
+        )
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name is UTF-8: JSON may also say half a character."""
+    return not any("\ud800" <= char <= "\udfff" for char in name)
+
+
+def _short(name: str) -> str:
+    """A name from anywhere, for a message of one line."""
+    return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}...")
 
 
 def _sizes(value: Any) -> list[int] | None:

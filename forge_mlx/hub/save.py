@@ -10,12 +10,13 @@ from forge_mlx._console import to_stderr
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.data.tokenizer import Tokenizer
 from forge_mlx.hub.errors import HubError
-from forge_mlx.hub.families.family import Family, different_fields
+from forge_mlx.hub.families.family import Family, different_fields, resolve
 from forge_mlx.hub.families.registry import describe, family_for
+from forge_mlx.hub.families.rope import one_base
 from forge_mlx.hub.new_folder import new_folder
 from forge_mlx.hub.savable import QUANTIZED, require_savable
 from forge_mlx.hub.shards import write_shards
-from forge_mlx.hub.tokenizer_class import readable_as_it_is
+from forge_mlx.hub.tokenizer_class import readable_as_it_is, with_own_template
 from forge_mlx.hub.tokenizer_files import tokenizer_files
 from forge_mlx.hub.weights import ALWAYS_FLOAT32
 from forge_mlx.metal.dtypes import dtype_name
@@ -112,7 +113,8 @@ def _shape(model: GPT, source: Mapping[str, Any] | None) -> tuple[Family, dict[s
             # Where it leaves something of this out, or says it in other words, mlx-lm computes something else.
             kept.pop("rope_scaling", None)
         # Whatever else it says of the shape is true; older readers may need the keys that it leaves out.
-        return family, {**family.write_config(model.config), **kept, **family.constants}
+        written = family.write_config(model.config)
+        return family, {**written, **one_base(kept, written), **family.constants}
     if family.differences(model.config):
         family = family_for(model.config)
     unknown = {key: value for key, value in kept.items() if key in described.unknown}
@@ -154,7 +156,7 @@ def _tokens_and_files(
 ) -> tuple[dict[str, int | None], dict[str, Any]]:
     """What config.json says of special tokens, and the tokenizer's files: bytes, or what becomes JSON."""
     if isinstance(tokenizer, HubTokenizer):
-        begin, files = tokenizer.bos_id, readable_as_it_is(tokenizer.files, log)
+        begin, files = tokenizer.bos_id, with_own_template(tokenizer, readable_as_it_is(tokenizer.files, log), log)
     else:
         begin = tokenizer.end_id if texts_begin_with_end else None
         files = dict(tokenizer_files(tokenizer, max_seq_len=max_seq_len, texts_begin_with_end=texts_begin_with_end))
@@ -198,6 +200,10 @@ def _write(file: Path, content: Any) -> None:
 
 
 def _warn_of_mlx_lm(model: GPT, family: Family, log: Callable[[str], None]) -> None:
+    said, opened = resolve(model.config), resolve(model.config.model_copy(update=dict(family.fixed_in_mlx_lm)))
+    others = [f"{name} but {opened[name]}" for name in family.fixed_in_mlx_lm if said[name] != opened[name]]
+    if others:
+        log(f"mlx-lm 0.32 does not open this folder: of a {family.model_type} it knows no {', no '.join(others)}")
     fields = type(model.config).model_fields
     ignored = [name for name in family.ignored_by_mlx_lm if getattr(model.config, name) != fields[name].default]
     scaling = model.config.rope_scaling

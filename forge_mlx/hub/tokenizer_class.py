@@ -1,10 +1,14 @@
-"""The class of transformers that a written tokenizer_config.json names, which must read tokenizer.json as it is."""
+"""A tokenizer's files as other readers need them: a class that reads tokenizer.json as it is, and the chat template."""
 
 from collections.abc import Callable, Mapping
 import json
 from typing import Any, Final
 
+from forge_mlx.data.hub_tokenizer import HubTokenizer
+from forge_mlx.data.tokenizer_settings import TEMPLATE_FILE
+
 _FILE: Final = "tokenizer_config.json"
+_PROCESSORS: Final = "chat_template.json"
 _REBUILT: Final = "LlamaTokenizer"
 _AS_IT_IS: Final = "PreTrainedTokenizerFast"
 
@@ -34,3 +38,21 @@ def readable_as_it_is(files: Mapping[str, Any], log: Callable[[str], None]) -> d
         "tokens otherwise than tokenizer.json"
     )
     return {**files, _FILE: {**settings, "tokenizer_class": _AS_IT_IS}}
+
+
+def with_own_template(tokenizer: HubTokenizer, files: Mapping[str, Any], log: Callable[[str], None]) -> dict[str, Any]:
+    """The tokenizer's files, with the chat template where tokenizers look for it.
+
+    transformers' tokenizers, and mlx-lm with them, do not read `chat_template.json`, which is a processor's.
+
+    Args:
+        tokenizer: What the files are of.
+        files: Bytes, or what becomes JSON, by the file's name.
+        log: Told in one line of another file.
+    """
+    settings = files.get(_FILE, b"{}")
+    said = json.loads(settings) if isinstance(settings, bytes) else settings
+    if tokenizer.chat_template is None or TEMPLATE_FILE in files or said.get("chat_template") is not None:
+        return dict(files)
+    log(f"{TEMPLATE_FILE}: holds the chat template too, as other readers of a tokenizer do not look for {_PROCESSORS}")
+    return {**files, TEMPLATE_FILE: tokenizer.chat_template.encode()}

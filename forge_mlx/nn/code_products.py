@@ -1,7 +1,7 @@
 """Products by floats made of codes, for CPUs: MLX's quantised products take as long again there for every row."""
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
 from forge_mlx.kernels.matmul import matmul
 from forge_mlx.nn.expert_linear import expert_product
@@ -58,10 +58,21 @@ def float_expert_product(
 
 
 def _through_floats(x: mx.array, packed: Packed, product: Callable[[mx.array, Packed], mx.array]) -> mx.array:
-    def multiplied(x: mx.array, *arrays: mx.array) -> mx.array:
-        codes, scales, *biases = (mx.stop_gradient(array) for array in arrays)
+    arrays = [mx.stop_gradient(array) for array in packed if array is not None]
+
+    def multiplied(x: mx.array, codes: mx.array, scales: mx.array, *biases: mx.array) -> mx.array:
         return product(x, Packed(codes, scales, biases[0] if biases else None))
 
-    arrays = [array for array in packed if array is not None]
-    found: mx.array = mx.checkpoint(multiplied)(x, *arrays)
-    return found
+    @mx.custom_function
+    def function(x: mx.array) -> mx.array:
+        return multiplied(x, *arrays)
+
+    @function.vjp
+    def vjp(x: mx.array, cotangent: mx.array, _output: mx.array) -> mx.array:
+        # Behind the cotangent, or a compiled function would keep the floats of the forward pass. mx.checkpoint puts
+        # them behind the product instead, and so keeps that of every layer.
+        late = mx.depends(arrays, [cotangent])
+        _, (of_x,) = mx.vjp(lambda x: multiplied(x, *late), [x], [cotangent])
+        return of_x
+
+    return cast(mx.array, function(x))

@@ -64,6 +64,17 @@ class Packed(NamedTuple):
     scales: mx.array
     biases: mx.array | None
 
+    def scaled_for(self, dtype: mx.Dtype) -> "Packed":
+        """The same with scales, and biases, in which values of a dtype are computed: their own, else float32.
+
+        Args:
+            dtype: Of the values; scales of a byte have none.
+        """
+        if self.scales.dtype == dtype or not mx.issubdtype(self.scales.dtype, mx.floating):
+            return self
+        biases = None if self.biases is None else self.biases.astype(mx.float32)
+        return Packed(self.codes, self.scales.astype(mx.float32), biases)
+
 
 @dataclass(frozen=True)
 class WeightFormat:

@@ -187,9 +187,10 @@ def log_model(trainer: Trainer, log: Callable[[str], None]) -> None:
     if text := config.describe_epochs(trainer.rows.num_rows):
         log(f"epochs: {text}")
     steps = trainer.total_steps
+    times = steps * loop.rows_per_step / trainer.rows.num_rows
     log(
         f"training: {count(steps, 'step')} of {about}{tokens:,} tokens ({rows} rows x {length}{passes}"
-        f"{filled}), {steps * tokens / trainer.rows.num_targets:.3g} times over the training text"
+        f"{filled}), {times:.3g} times over the training text"
     )
     log(f"folder: {trainer.folder.path}; Ctrl-C stops after a step and saves, the same command goes on")
 

@@ -18,6 +18,7 @@ from forge_mlx.train.duration import describe_epochs, epochs_text, step_problems
 from forge_mlx.train.loop_config import LoopConfig
 from forge_mlx.train.preference_config import PreferenceConfig
 from forge_mlx.train.pretrained_config import PretrainedConfig
+from forge_mlx.train.router_problems import router_problems
 from pydantic import Discriminator, Field, Tag, create_model, field_validator, model_validator
 
 
@@ -94,8 +95,8 @@ class TrainConfig(Section):
         shape = self.model if isinstance(self.model, DecoderConfig) else None
         problems = _length_problems(self, shape) if shape else []
         if (steps := self.train.steps) is not None:
-            problems += step_problems(steps, f"train.steps, {steps}", self.optim, self.qat)
-        problems += _head_problems(self, shape) if shape else []
+            problems += step_problems(steps, f"train.steps, {steps:,}", self.optim, self.qat)
+        problems += _head_problems(self, shape) + router_problems(shape) if shape else []
         problems += self._expert_rate_problems() + self._method_problems()
         if shape and isinstance(self.data, DataConfig):
             problems += _vocabulary_problems(shape, self.data.tokenizer)

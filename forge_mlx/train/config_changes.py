@@ -1,5 +1,6 @@
 """What differs between two configs of one run, and what of it its checkpoints allow."""
 
+import json
 from typing import Any
 
 from forge_mlx.train.config import TrainConfig
@@ -45,7 +46,7 @@ def compare(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[str]]:
         if key in _IGNORED_KEYS or before.get(key) == after.get(key) or filled_in:
             continue
         fixed = key not in _PLACES and any(f"{key}.".startswith(f"{prefix}.") for prefix in _FIXED_KEYS)
-        (refused if fixed else changed).append(f"{key}: {before.get(key)!r} -> {after.get(key)!r}")
+        (refused if fixed else changed).append(f"{key}: {_said(before.get(key))} -> {_said(after.get(key))}")
     return changed, refused
 
 
@@ -58,6 +59,11 @@ def anchored(config: TrainConfig) -> TrainConfig:
     if not isinstance(config.model, PretrainedConfig):
         return config
     return config.model_copy(update={"model": config.model.anchored()})
+
+
+def _said(value: Any) -> str:
+    """A value with the words that YAML has for it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def _flatten(config: TrainConfig) -> dict[str, Any]:

@@ -28,12 +28,14 @@ from forge_mlx.train.banner import (
 )
 from forge_mlx.train.config import TrainConfig, require_fitting_shape
 from forge_mlx.train.device import Placement, choose_placement, resolved
-from forge_mlx.train.duration import epochs_text
+from forge_mlx.train.duration import describe_steps, epochs_text
 from forge_mlx.train.examples import BegunExamples, begin_examples
 from forge_mlx.train.folder import RunFolder
-from forge_mlx.train.memory import estimate_memory
+from forge_mlx.train.memory import decoded_bytes, estimate_memory
+from forge_mlx.train.metrics import read_metrics
 from forge_mlx.train.outcome import finished_outcome
 from forge_mlx.train.pretrained_config import PretrainedConfig
+from forge_mlx.train.reached import reached_step, require_not_past_end, way_on
 from forge_mlx.train.step import frozen_parameters, trains_head
 from forge_mlx.train.work import Log, load_base, make_trainable
 import mlx.core as mx
@@ -90,7 +92,7 @@ def describe_run(config: TrainConfig, console: Console | None = None) -> None:
         **(_data_lines(config, examples, steps) if examples and steps else {}),
         **_work_lines(config, model, steps, layout.length, rows),
         **_memory_lines(config, model, placement, layout),
-        "run folder": f"{config.run.dir}{' (exists)' if config.run.dir.exists() else ''}",
+        "run folder": f"{config.run.dir}{_folder_remark(config)}",
     }
     for name, text in lines.items():
         console.print(f"{name + ':' if name else '':<{_INDENT}}{text}", soft_wrap=True, markup=False)
@@ -103,8 +105,29 @@ def _require_usable_folder(config: TrainConfig) -> None:
         return
     if folder.has_results:
         folder.changed_keys(config)
-    if not (folder.started and finished_outcome(folder, config, lambda _: None)):
+    if not _has_finished(folder, config):
         folder.require_way_on()
+        if folder.has_results:
+            require_not_past_end(folder, config)
+
+
+def _has_finished(folder: RunFolder, config: TrainConfig) -> bool:
+    return folder.started and finished_outcome(folder, config, lambda _: None) is not None
+
+
+def _folder_remark(config: TrainConfig) -> str:
+    """What is in the run's folder, and what becomes of it."""
+    folder = RunFolder(config.run.dir)
+    if not folder.path.exists():
+        return ""
+    if not folder.has_results:
+        return " (exists)"
+    step = reached_step(folder, read_metrics(folder.metrics_file, lambda _: None))
+    if config.run.resume == "never":
+        return f" (at step {step:,}; is kept under another name)"
+    if _has_finished(folder, config):
+        return f" (finished{way_on(folder, config)})"
+    return f" (goes on from step {step:,})"
 
 
 def _examples(config: TrainConfig, log: Log) -> BegunExamples | None:
@@ -148,10 +171,9 @@ def _model(config: TrainConfig, placement: Placement, log: Log) -> GPT:
 
 def _data_lines(config: TrainConfig, examples: BegunExamples, steps: int) -> dict[str, str]:
     """What the examples hold, and how often a run goes through them."""
-    rows, a_step, noun = examples.prepared.train, config.train.rows_per_step, config.row_noun
-    epochs = config.describe_epochs(rows.num_rows) or (
-        f"{steps * a_step / rows.num_rows:.3g} in {count(steps, 'step')}; one takes {rows.num_rows / a_step:.3g}, as "
-        f"there {'is' if rows.num_rows == 1 else 'are'} {count(rows.num_rows, noun)}, {a_step:,} a step"
+    num_rows = examples.prepared.train.num_rows
+    epochs = config.describe_epochs(num_rows) or describe_steps(
+        steps, num_rows, config.train.rows_per_step, config.row_noun
     )
     said = "\n".join(line.removeprefix("data: ") for line in examples.lines)
     return {"data": _wrapped(said), "epochs": _wrapped(epochs)}
@@ -199,11 +221,12 @@ def _memory_lines(config: TrainConfig, model: GPT, placement: Placement, layout:
         frozen if has_adapter else 0,
         loop.grad_checkpoint,
         trains_head(model),
+        decoded_bytes(model, placement.dtype_name, placement.device.type),
     )
     parts = [f"{name} {size(num_bytes)}" for name, num_bytes in asdict(memory).items() if num_bytes]
     return {
         "memory": f"about {size(memory.total)} at the peak of a step; not all at once:",
-        "": ", ".join(parts[:3]) + ",\n" + " " * _INDENT + ", ".join(parts[3:]),
+        "": f",\n{' ' * _INDENT}".join(", ".join(parts[at : at + 3]) for at in range(0, len(parts), 3)),
     }
 
 

@@ -34,9 +34,35 @@ def describe_epochs(epochs: float, num_rows: int, rows_per_step: int, noun: str)
     return f"{epochs_text(epochs)} of {count(num_rows, noun)}, {rows_per_step:,} a step: {count(steps, 'step')}{filled}"
 
 
+def describe_steps(steps: int, num_rows: int, rows_per_step: int, noun: str) -> str:
+    """How often steps go through the rows, in words.
+
+    Args:
+        steps: of the whole run.
+        num_rows: rows, or pairs, of an epoch.
+        rows_per_step: those of one update.
+        noun: what is counted, in the singular.
+    """
+    return (
+        f"{steps * rows_per_step / num_rows:.3g} in {count(steps, 'step')}; one takes {num_rows / rows_per_step:.3g}, "
+        f"as there {'is' if num_rows == 1 else 'are'} {count(num_rows, noun)}, {rows_per_step:,} a step"
+    )
+
+
+def least_epochs_beyond(steps: int, num_rows: int, rows_per_step: int) -> float:
+    """The least number of two decimals whose epochs take more than ``steps``.
+
+    Args:
+        steps: those that are done.
+        num_rows: rows, or pairs, of an epoch.
+        rows_per_step: those of one update.
+    """
+    return (100 * steps * rows_per_step // num_rows + 1) / 100
+
+
 def epochs_text(epochs: float) -> str:
-    """``1 epoch``, ``2.5 epochs``."""
-    return f"{epochs:.12g} epoch{'' if epochs == 1 else 's'}"
+    """``1 epoch``, ``2.5 epochs``, ``1,000 epochs``."""
+    return f"{epochs:,.12g} epoch{'' if epochs == 1 else 's'}"
 
 
 def step_problems(steps: int, said: str, optim: OptimConfig, qat: QATConfig | None) -> list[str]:
@@ -50,15 +76,15 @@ def step_problems(steps: int, said: str, optim: OptimConfig, qat: QATConfig | No
     """
     problems = []
     if optim.warmup_steps >= steps:
-        problems.append(f"optim.warmup_steps must be less than {said}, but got {optim.warmup_steps}")
+        problems.append(f"optim.warmup_steps must be less than {said}, but got {optim.warmup_steps:,}")
     if qat is None:
         return problems
     if qat.start_step >= steps:
-        problems.append(f"qat.start_step must be less than {said}, but got {qat.start_step}")
+        problems.append(f"qat.start_step must be less than {said}, but got {qat.start_step:,}")
     elif qat.end_step is not None and qat.end_step >= steps:
         problems.append(
-            f"qat.end_step must be less than {said}, or null, but got {qat.end_step}: no step in float would be left. "
-            "Lower it, or set it to null for a model that is deployed quantised"
+            f"qat.end_step must be less than {said}, or null, but got {qat.end_step:,}: no step in float would be "
+            "left. Lower it, or set it to null for a model that is deployed quantised"
         )
     return problems
 

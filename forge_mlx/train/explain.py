@@ -91,7 +91,8 @@ def explain_errors(
         key, field, rest = _find(root, location)
         if error["type"] == "extra_forbidden":
             name = tuple(str(part) for part in location)
-            lines[name] = f"{origin.of(name)}: {_dotted(name)}: there is no such key. {suggest(root, name)}"
+            meant = suggest(root, name, error["input"])
+            lines[name] = f"{origin.of(name)}: {_dotted(name)}: there is no such key. {meant}"
         elif error["type"] == "value_error":
             lines |= _validator_lines(error, key, root, origin)
         elif key not in lines or _is_item(rest):
@@ -100,13 +101,22 @@ def explain_errors(
     return list(lines.values())
 
 
-def suggest(root: type[BaseModel], key: Key) -> str:
-    """The existing key that was probably meant, else the keys of the section."""
+def suggest(root: type[BaseModel], key: Key, value: Any = None) -> str:
+    """The existing key that was probably meant, else the keys of the section.
+
+    Args:
+        root: the model of the whole config.
+        key: that does not exist.
+        value: of it; the one key of the section that takes this word is likelier than the same name elsewhere.
+    """
     section, name = section_of(root, key), key[-1]
     if section is PretrainedConfig and any(name in kind.config.model_fields for kind in ARCHITECTURES.values()):
         return "With model.path the checkpoint says the model's shape. Leave the key out."
     known = list(all_keys(root))
     found = [other for other in known if other[-1] == name]
+    takers = [other for other, field in section.model_fields.items() if value in _choices(field)] if section else []
+    if found and len(takers) == 1:
+        found = [(*key[:-1], *takers)]
     if section and not found:
         near = difflib.get_close_matches(name, section.model_fields, n=1)
         found = [(*key[:-1], *near)] if near else []
@@ -198,9 +208,12 @@ def _is_item(rest: Sequence[Any]) -> bool:
 
 
 def _meant(field: FieldInfo, value: Any) -> str:
-    choices = [choice for m in _members(field.annotation) if get_origin(m) is Literal for choice in get_args(m)]
-    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    near = difflib.get_close_matches(value, _choices(field), n=1) if isinstance(value, str) else []
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def _choices(field: FieldInfo) -> list[Any]:
+    return [choice for m in _members(field.annotation) if get_origin(m) is Literal for choice in get_args(m)]
 
 
 def _validator_lines(error: Mapping[str, Any], key: Key, root: type[BaseModel], origin: Origin) -> dict[Any, str]:

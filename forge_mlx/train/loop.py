@@ -12,6 +12,7 @@ from forge_mlx.train.folder import RunFolder, RunFolderError
 from forge_mlx.train.metrics import MetricsLog
 from forge_mlx.train.outcome import Interrupted, NonFiniteLoss, Outcome, TrainingStopped, finished_outcome
 from forge_mlx.train.progress import Progress
+from forge_mlx.train.reached import require_not_past_end, way_on
 from forge_mlx.train.records import (
     enter_phase,
     eval_line,
@@ -71,6 +72,8 @@ def _start(config: TrainConfig, folder: RunFolder, stop: StopSignals, log: Log) 
             return outcome
         if not anew:
             folder.require_way_on()
+            if folder.has_results:
+                require_not_past_end(folder, config)
         log_device(placement, log)
         trainer = Trainer(begin_work(config, placement, log), placement, folder)
         log_path(trainer, log)
@@ -227,8 +230,7 @@ def _restore(trainer: Trainer, changed: list[str]) -> list[str]:
 
 
 def _say_finished(folder: RunFolder, config: TrainConfig, changed: list[str], log: Log) -> None:
-    key = "train.steps" if config.train.epochs is None else "train.epochs"
-    log(f"{folder.path}: this run has already finished; a larger {key} goes on, run.resume=never starts anew.")
+    log(f"{folder.path}: this run has already finished{way_on(folder, config)}, run.resume=never starts anew.")
     if changed:
         log(f"without effect, as there is nothing left to do: {'; '.join(changed)}")
     # Missing when the earlier start was killed right at its end.

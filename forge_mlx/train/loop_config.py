@@ -59,7 +59,7 @@ class LoopConfig(Section):
         if steps is not None and epochs is not None:
             raise ValueError(
                 f"must be null with train.epochs, {epochs:.12g}, but got {steps}: one of the two says how long a run "
-                "is. Leave the other out, or set it to null"
+                f"is. Set the other to null: train.epochs=null train.steps={steps}, or train.steps=null"
             )
         return steps
 

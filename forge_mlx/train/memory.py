@@ -1,16 +1,21 @@
-"""An estimate of a run's peak memory, from its config alone."""
+"""An estimate of a run's peak memory, before any step."""
 
 from dataclasses import dataclass
+from math import prod
 
 from forge_mlx.data.stream import Packing
 from forge_mlx.kernels.attention.blocked import BLOCK_BYTES
 from forge_mlx.kernels.linear_cross_entropy.chunks import chunk_rows
 from forge_mlx.models.decoder_config import DecoderConfig
+from forge_mlx.models.gpt import GPT
 from forge_mlx.models.moe import MoEConfig
+from forge_mlx.nn.coded import coded_shape, holds_codes
+from forge_mlx.nn.quantized import CodesEmbedding, CodesExpertLinear, CodesLinear
 from forge_mlx.optim import OptimConfig
 from forge_mlx.train.attention_path import takes_mlx
 from forge_mlx.train.device import DTYPES
 import mlx.core as mx
+import mlx.nn as nn
 
 # How many arrays of the MLP's width one layer keeps for its backward pass, by `model.mlp`; measured.
 _MLP_ARRAYS = {"swiglu": 5, "geglu": 6, "geglu_tanh": 6, "gelu": 4, "gelu_tanh": 4, "silu": 4, "relu2": 3}
@@ -33,6 +38,18 @@ _TOKEN_GRADIENTS = 5
 # How many arrays of a token's scores for all experts a router keeps, float32 whatever the run's dtype; measured.
 _ROUTER_ARRAYS = 4
 
+# How many arrays of a chunk's logits a CPU holds at a time, by how many chunks there are, the last for all more: the
+# logits, their exponentials and their gradient, and those of the chunks that MLX allocates ahead; measured. With a
+# softcap one more.
+_CHUNK_ARRAYS = (3, 7, 9)
+
+# How many matrices made of codes exist at a time: MLX makes those of the next products ahead; measured.
+_MATRICES_AHEAD = 4
+
+# Of a table only the rows that are looked up become floats; a GPU multiplies by codes, but for those that MLX cannot.
+_TABLES = (nn.QuantizedEmbedding, CodesEmbedding)
+_MADE = (CodesLinear, CodesExpertLinear)
+
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -44,8 +61,9 @@ class MemoryEstimate:
         optimizer: the moments, likewise twice.
         activations: what the backward pass needs of the forward pass.
         frozen: weights that are not trained.
-        logits: of one chunk of rows: the logits, their exponentials and their gradient, float32 in the loss; and the
-            gradient of the head's weight, which is summed over the chunks in float32.
+        logits: of the chunks of rows in hand: the logits, their exponentials and their gradient, float32 in the loss;
+            and the gradient of the head's weight, which is summed over the chunks in float32.
+        decoded: floats made of codes for products.
     """
 
     weights: int
@@ -54,13 +72,36 @@ class MemoryEstimate:
     activations: int
     logits: int
     frozen: int = 0
+    decoded: int = 0
 
     @property
     def total(self) -> int:
         """Estimated peak: the larger of the backward pass and the update."""
         backward = self.weights // 2 + self.gradients + self.optimizer // 2 + self.activations + self.logits
         update = self.weights + self.gradients + self.optimizer
-        return max(backward, update) + self.frozen
+        return max(backward + self.decoded, update) + self.frozen
+
+
+def decoded_bytes(model: GPT, dtype: str, device: mx.DeviceType) -> int:
+    """The floats that a step makes of codes at a time: the head's matrix in the loss, elsewhere some of the layers'.
+
+    Args:
+        model: as it is trained.
+        dtype: of the forward and backward pass.
+        device: where it runs.
+    """
+    size = DTYPES[dtype].size
+    found = [0]
+    for name, layer in model.named_modules():
+        if not holds_codes(layer):
+            continue
+        elements = prod(coded_shape(layer))
+        if name.split(".")[0] == model.head_name:
+            # A CPU unpacks codes to bytes first, and its loss is in float32 throughout.
+            found.append(elements * (4 + 1) + elements * layer.bits // 8 if device == mx.cpu else elements * size)
+        elif not isinstance(layer, _TABLES) and (device == mx.cpu or isinstance(layer, _MADE)):
+            found.append(_MATRICES_AHEAD * elements * size)
+    return max(found)
 
 
 def estimate_memory(
@@ -76,6 +117,7 @@ def estimate_memory(
     frozen: int = 0,
     checkpoint_blocks: bool = False,
     trains_head: bool = True,
+    decoded: int = 0,
 ) -> MemoryEstimate:
     """Estimate the peak of one training step.
 
@@ -96,6 +138,7 @@ def estimate_memory(
         frozen: bytes of the weights that are not trained.
         checkpoint_blocks: whether the backward pass computes each block anew, and only one is whole at a time.
         trains_head: whether the head's weight is trained, or what it is made of.
+        decoded: as `decoded_bytes` counts them.
     """
     size = DTYPES[dtype].size
     tokens = batch_size * seq_len
@@ -123,14 +166,16 @@ def estimate_memory(
     # The gradient of a head that is trained, summed over the chunks.
     head_gradient = 2 * model.hidden_size if trains_head else 0
     chunk = chunk_rows(tokens, 4 * vocabulary, device, adds_weight=trains_head)
+    arrays = _CHUNK_ARRAYS[min(-(-tokens // chunk), len(_CHUNK_ARRAYS)) - 1 if device == mx.cpu else 0]
     moments = 2 if optim.name == "adamw" else 1
     return MemoryEstimate(
         weights=2 * 4 * parameters,
         gradients=(1 if accumulate == 1 else 2) * 4 * parameters,
         optimizer=2 * moments * 4 * parameters,
         activations=activations,
-        logits=4 * vocabulary * ((3 if model.logit_softcap is None else 4) * chunk + head_gradient),
+        logits=4 * vocabulary * ((arrays + (model.logit_softcap is not None)) * chunk + head_gradient),
         frozen=frozen,
+        decoded=decoded,
     )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.folder import RunFolder
-from forge_mlx.train.metrics import Record, read_metrics
+from forge_mlx.train.metrics import read_metrics
+from forge_mlx.train.reached import last_step, logged_rows
 
 
 class TrainingStopped(RuntimeError):
@@ -63,8 +64,8 @@ def finished_outcome(folder: RunFolder, config: TrainConfig, log: Callable[[str]
     records = read_metrics(folder.metrics_file, log)
     evals = [r for r in records if r["kind"] == "eval" and r.get("final")]
     samples = [r for r in records if r["kind"] == "sample"]
-    last_step = _last_step(config, records)
-    if not evals or not samples or last_step is None or evals[-1]["step"] < last_step:
+    end = last_step(config, logged_rows(records))
+    if not evals or not samples or end is None or evals[-1]["step"] < end:
         return None
     last = evals[-1]
     # Of several prompts the first, as when the run ended.
@@ -79,16 +80,3 @@ def finished_outcome(folder: RunFolder, config: TrainConfig, log: Callable[[str]
         folder.path,
         data.get("in_chat", False),
     )
-
-
-def _last_step(config: TrainConfig, records: list[Record]) -> int | None:
-    """Where a run ends, whose data were the same in all its starts; None: its log does not say how many rows they are.
-
-    Args:
-        config: of this start.
-        records: of the starts before.
-    """
-    if config.train.steps is not None:
-        return config.train.steps
-    packings = [record["packing"] for record in records if record["kind"] == "setup" and "packing" in record]
-    return config.total_steps(packings[-1]["rows"]) if packings else None

@@ -9,7 +9,7 @@ from forge_mlx.data.example_config import ExampleConfig
 from forge_mlx.data.preference_rows import PreferenceRows
 from forge_mlx.data.prepare import DataFacts, PreparedData, prepare
 from forge_mlx.data.prepare_examples import ExampleFacts
-from forge_mlx.data.stream import Rows, TrainingRows, training_rows, validation_rows
+from forge_mlx.data.stream import Rows, TrainingRows, require_full_batch, training_rows, validation_rows
 from forge_mlx.data.text_tokenizer import TextTokenizer
 from forge_mlx.hub.fingerprint import weights_fingerprint
 from forge_mlx.hub.pretrained import Pretrained, load_pretrained, read_shape
@@ -184,10 +184,12 @@ def _trained_dtype(config: TrainConfig, placement: Placement) -> mx.Dtype:
 
 
 def _corpus_rows(config: TrainConfig, data: PreparedData) -> tuple[TrainingRows, Rows]:
-    """The rows of a corpus to train and to validate on."""
+    """The rows of a corpus to train and to validate on. It must fill a batch: epochs of no rows would be no steps."""
     assert isinstance(config.data, DataConfig)
     size, packing = config.train.seq_len, config.data.packing
-    return training_rows(data.train, size, packing), validation_rows(data.valid, size, packing)
+    rows = training_rows(data.train, size, packing)
+    require_full_batch(rows, config.train.batch_size)
+    return rows, validation_rows(data.valid, size, packing)
 
 
 def make_trainable(config: TrainConfig, model: GPT) -> None:

@@ -157,13 +157,25 @@ def test_advice_keeps_to_what_the_model_takes(tokenizer, limit, advice):
 def test_too_long_is_dropped(tokenizer):
     said = []
     facts = prepare(tokenizer, LONG, seq_len=8, log=said.append, truncate="drop", valid_fraction=0.1).facts
-    # The last example, too long, would have been held out.
     assert (facts.examples, facts.train_examples, facts.valid_examples) == (20, 17, 1)
     assert (facts.too_long, facts.dropped, facts.split, facts.pieces) == (2, 2, 0, 0)
     assert (facts.mean_tokens, facts.longest_tokens, facts.train_tokens, facts.valid_tokens) == (7.0, 7, 17 * 7, 7)
     assert "left out as longer than a row of 8: 2 of 20 examples, the longest 32 tokens at a.jsonl:20" in said
-    with pytest.raises(ValueError, match=r"truncate: drop must leave examples but all 1 of the valid split are longer"):
-        prepare(tokenizer, LONG, seq_len=8, truncate="drop", valid_fraction=0.05)
+    # The last example, which is too long, is not the one that is held out.
+    facts = prepare(tokenizer, LONG, seq_len=8, truncate="drop", valid_fraction=0.05).facts
+    assert (facts.train_examples, facts.valid_examples, facts.dropped) == (17, 1, 2)
+    with pytest.raises(ValueError, match=r"drop must leave examples but all 20 of data\.source are longer"):
+        prepare(tokenizer, LONG, seq_len=4, truncate="drop")
+    with pytest.raises(ValueError, match=r"but holds 1 that is no longer than train\.seq_len, and 1 that are\. Give"):
+        prepare(tokenizer, LONG[-3:-1], seq_len=8, truncate="drop")
+
+
+def test_what_is_held_out_without_drops_stays_so(tokenizer):
+    """By hand: examples 10 and 20 of 20, whether or not a longer one would have been dropped."""
+    for truncate in ("error", "drop", "split"):
+        valid = prepare(tokenizer, numbered(20), seq_len=8, truncate=truncate, valid_fraction=0.1, packing=False).valid
+        shown_prompts = [shown(tokenizer, valid.batch(np.array([row])).inputs[0])[:2] for row in range(2)]
+        assert shown_prompts == ["19", "29"]
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -280,6 +292,32 @@ def test_special_tokens_that_are_named_in_messages(tokenizer):
     assert not any(each.startswith("special") for each in said)
     prepare(tokenizer, pairs, log=said.append, format="preference", prompt_as="chat")
     assert "special tokens named in messages: <|im_end|> in 2 examples; each name becomes that token, not text" in said
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+# ChatML that writes tools and calls.
+WITH_TOOLS = (
+    "{{ tools or '' }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_tools_that_the_template_leaves_out_are_named(tokenizer):
+    called = [CHAT["messages"][0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    records = [CHAT, {"messages": called}, {"messages": called, "tools": [CALL]}, CHAT | {"tools": []}]
+    begin, end = "the chat template leaves out: tool_calls in 2 examples", "; the model neither reads nor learns them"
+    for _ in ("read", "from the cache"):
+        said = []
+        prepare(tokenizer, records, seq_len=200, log=said.append, format="chat")
+        assert [each for each in said if "leaves out" in each] == [f"{begin}, tools in 1 example{end}"]
+    said = []
+    pairs = [{"chosen": called, "rejected": CHAT["messages"]}] * 2
+    prepare(tokenizer, pairs, seq_len=200, log=said.append, format="preference")
+    assert f"{begin}{end}" in said
+    said = []
+    prepare(character_tokenizer(WITH_TOOLS), records, seq_len=300, log=said.append, format="chat")
+    assert not any("leaves out" in each for each in said)
 
 
 def test_what_is_said_of_examples_is_said_from_the_cache_too(tokenizer):

@@ -4,6 +4,7 @@ import json
 
 from chat_templates import CHATML, GEMMA, byte_level, sentencepiece_like, tokenizer_files
 from forge_mlx.data import StreamDecoder, Tokenizer
+from forge_mlx.data.chat import template_of
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 import numpy as np
 import pytest
@@ -221,6 +222,29 @@ def test_chat_template_that_is_found(tmp_path):
     assert written(tmp_path, other.files).chat_template == CHATML
 
 
+def test_chat_template_of_several_places(tmp_path):
+    processors = with_json(KINDS["byte-level"], "chat_template.json", chat_template="b")
+    both = with_json(processors, "tokenizer_config.json", chat_template="a")
+    assert HubTokenizer(both, "t").chat_template == written(tmp_path, both).chat_template == "a"
+    by_name = with_json(KINDS["byte-level"], "chat_template.json", chat_template={"rag": "x", "default": "y"})
+    assert HubTokenizer(by_name, "t").chat_template == "y"
+
+
+def test_chat_templates_without_a_default_are_named():
+    several = [{"name": "rag", "template": "x"}, {"name": "tool_use", "template": "y"}]
+    tokenizer = HubTokenizer(with_json(KINDS["byte-level"], "tokenizer_config.json", chat_template=several), "here")
+    with pytest.raises(ValueError, match="here has only those named rag and tool_use, none of them default"):
+        template_of(tokenizer)
+
+
+def test_tiktoken_files_are_read_for_the_error_alone(tmp_path):
+    (tmp_path / "tiktoken.model").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"has only tiktoken\.model"):
+        HubTokenizer.load(tmp_path)
+    HubTokenizer(KINDS["byte-level"], "t").save(tmp_path)
+    assert "tiktoken.model" not in HubTokenizer.load(tmp_path).files
+
+
 def test_fingerprint_is_of_all_that_decides_ids():
     files = KINDS["byte-level"]
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
@@ -256,6 +280,10 @@ def no_decoder():
 MALFORMED = {
     "nothing": ({}, r"here must have a tokenizer\.json but has none\. Write one with transformers"),
     "SentencePiece alone": ({"tokenizer.model": b"x"}, r"must have a tokenizer\.json but has only tokenizer\.model"),
+    "tiktoken's alone": (
+        {"tiktoken.model": b"x"},
+        r"has only tiktoken\.model, which code of the model's own reads, and transformers writes none of it\. Take the",
+    ),
     "cut off": (
         {"tokenizer.json": b'{"model": {'},
         r"tokenizer\.json of here must be JSON but got: Expecting property",

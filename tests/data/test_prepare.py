@@ -310,9 +310,9 @@ def test_text_too_small_to_split(tmp_path, text, empty):
         (
             {"a.txt": b"", "b.txt": b""},
             {},
-            r"source must hold some text but its 2 files are 0 not UTF-8 and 2 empty",
+            r"source must hold some text but has 2 files that are empty\. Check data\.source\.",
         ),
-        ({"a.txt": b"\xff"}, {}, r"its 1 files are 1 not UTF-8 \(docs/a.txt\) and 0 empty"),
+        ({"a.txt": b"\xff"}, {}, r"has 1 file that is not UTF-8 \(docs/a.txt\)\. Check"),
         ({"a.jsonl": b"\n \n"}, {}, r"source must hold some text"),
         (
             {"a.txt": b"text\n" * 9, "v.md": b""},
@@ -346,6 +346,17 @@ def test_corpora_that_cannot_be_used(contents, settings, message):
         run(source, **settings)
     folder = Path(os.environ["FORGE_MLX_CACHE"]) / "data"
     assert not folder.exists() or not list(folder.glob("*.tmp")) + list(folder.glob("tokens-*"))
+
+
+def test_a_parquet_file_is_no_corpus():
+    Path("mine.parquet").write_bytes(b"PAR1\xff")
+    Path("a.txt").touch()
+    with pytest.raises(
+        ValueError,
+        match=r"^\[data\] source must hold some text but has 1 file that is not UTF-8 \(mine\.parquet\) and 1 file "
+        r"that is empty\. Parquet files hold examples: set data\.format to what one is, text for plain texts\.$",
+    ):
+        run(["mine.parquet", "a.txt"])
 
 
 def test_missing_path():

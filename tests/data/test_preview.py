@@ -83,6 +83,18 @@ def test_of_a_model_of_the_hub_no_weights_are_downloaded(folder, call_main, monk
     assert not any("safetensors" in pattern for pattern in asked)
 
 
+def test_of_a_bare_file_no_setting_needs_more_steps_than_nobody_gave(folder, call_main):
+    write(folder / "a.jsonl", *[{"messages": TURNS}] * 3)
+    bare = ("preview", "a.jsonl", "--tokenizer", "model", "optim.warmup_steps=100")
+    status, out, err = call_main(main, *bare)
+    assert (status, err) == (0, "")
+    assert "would not start" not in out
+    assert "epochs:" not in out
+    status, _, err = call_main(main, *bare, "train.steps=100")
+    assert status == 2
+    assert "optim.warmup_steps must be less than train.steps, 100, but got 100" in err
+
+
 def test_the_tokenizer_of_a_gguf_file(folder, call_main):
     pieces = Tokenizer.train([f"{number} is a number\n" for number in range(500)], kind="bpe", vocab_size=288)
     shape = {"num_layers": 1, "hidden_size": 32, "num_heads": 1, "intermediate_size": 64, "max_seq_len": 100}
@@ -123,13 +135,16 @@ def test_a_config_says_all(folder, call_main):
     assert "3 rows of 16, 81 % full" in out
     # As training has it, which holds one out.
     assert "split as longer than a row of 16: 3 examples into 3 pieces" in out
+    assert "epochs: 6 in 6 steps; one takes 1, as there are 2 rows, 2 a step" in out
+    _, out, _ = call_main(main, "preview", "c.yaml", *overrides, "train.steps=null", "train.epochs=1.5")
+    assert "epochs: 1.5 epochs of 2 rows, 2 a step: 2 steps" in out
     assert "would not start" not in out
 
 
 def test_too_long_examples_are_shown_all_the_same(folder, call_main):
     write(folder / "a.jsonl", {"messages": TURNS}, {"messages": [TURNS[0], {"role": "assistant", "content": "x" * 80}]})
     status, out, _ = call_main(main, "preview", "a.jsonl", "--tokenizer", "model", "--seq-len", 64, "--tokens", 20)
-    assert status == 0
+    assert status == 2
     assert (
         "would not start: [data] with truncate: error all examples must fit into train.seq_len, 64, but 1 of 2 do not, "
         "the longest 103 tokens at a.jsonl:2. Raise train.seq_len to 102, or set data.truncate to drop or split."
@@ -154,7 +169,7 @@ def talks(*answers):
         (
             talks("a", "x" * 80),
             ("data.truncate=drop",),
-            "[data] truncate: drop must leave examples but all 1 of the valid split are longer than train.seq_len, 64,",
+            "one of them to validate on, but holds 1 that is no longer than train.seq_len, and 1 that are. Give more,",
         ),
         (
             talks("a", "x" * 700),
@@ -173,7 +188,7 @@ def test_says_what_training_would_refuse(folder, call_main, monkeypatch, records
     write(folder / "a.jsonl", *records)
     (folder / "c.yaml").write_text(CONFIG)
     status, out, err = call_main(main, "preview", "c.yaml", *overrides)
-    assert (status, err) == (0, "")
+    assert (status, err) == (2, "")
     [said] = re.findall("^would not start: (.*)$", out, re.MULTILINE)
     assert reason in said
     assert "example 1 of" in out

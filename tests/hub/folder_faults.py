@@ -59,6 +59,14 @@ FAULTS = {
         lambda f: edit(f, rope_scaling={"type": "linear"}),
         "{c}: rope_scaling: factor must be a number of 1 or more but got None.",
     ),
+    "a base of 0": (
+        lambda f: edit(f, rope_theta=0),
+        "{c}: rope_theta must be a finite number above 1 but got 0.0.",
+    ),
+    "a base of 0 among the parameters": (
+        lambda f: edit(f, rope_theta=..., rope_scaling=None, rope_parameters={"rope_theta": 0}),
+        "{c}: rope_parameters: rope_theta must be a finite number above 1 but got 0.0.",
+    ),
     "rotation that is no object": (lambda f: edit(f, rope_scaling=2), "{c}: rope_scaling must be an object but got 2."),
     "no hidden_size": (lambda f: edit(f, hidden_size=...), "{c}: hidden_size must be there but is missing."),
     "vocab_size in words": (lambda f: edit(f, vocab_size="many"), "{c}: vocab_size: Input should be a valid integer."),
@@ -113,6 +121,14 @@ FAULTS = {
     "doubles": (
         lambda f: raw(f, {"a": entry(0, 16, "F64")}, bytes(16)),
         "{w}: a must be of a dtype among BOOL, U8, I8,",
+    ),
+    "a tensor of a thousand axes": (
+        lambda f: raw(f, {"a": entry(0, 4, shape=[1] * 1000)}, bytes(4)),
+        "{w}: a must have at most 16 axes but has 1000.",
+    ),
+    "a tensor with a name of 5,000 characters": (
+        lambda f: raw(f, {"a" * 5000: entry(0, 8)}, bytes(8)),
+        "{w}: a tensor must have a name of at most 250 characters but one has 5000: 'aaaaaaaa",
     ),
     "length of another shape": (
         lambda f: raw(f, {"a": entry(0, 12)}, bytes(12)),
@@ -223,6 +239,14 @@ FAULTS = {
     "an index of a pickle": (
         lambda f: shard(f, lambda places: places.update(x="weights.bin")),
         "weight_map must name safetensors files but got 'weights.bin'.",
+    ),
+    "an index of a name that is too long": (
+        lambda f: shard(f, lambda places: places.update(x="a" * 5000)),
+        "model.safetensors.index.json: weight_map must name safetensors files but got 'aaaaaaaa",
+    ),
+    "an index of half a character": (
+        lambda f: shard(f, lambda places: places.update(x="\ud800.safetensors")),
+        "model.safetensors.index.json: weight_map must name safetensors files but got '\\ud800.safetensors'.",
     ),
     "an index of a missing file": (
         lambda f: shard(f, lambda places: places.update(x="model-00003-of-00003.safetensors")),

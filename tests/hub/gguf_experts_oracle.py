@@ -40,10 +40,15 @@ def _rope(base: float):
     return {"rope_type": "default", "rope_theta": base}
 
 
-def published(name: str):
-    """transformers' model with matrices that matter, norms and biases that are not what they start as."""
+def published(name: str, **changes):
+    """transformers' model with matrices that matter, norms and biases that are not what they start as.
+
+    `changes` are keys of its config.
+    """
     torch.manual_seed(11)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager")
+    config = CONFIGS[name]()
+    config = type(config).from_dict({**config.to_dict(), **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model.config._experts_implementation = "eager"
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -57,13 +62,17 @@ def published(name: str):
     return model.eval()
 
 
-def write_gguf_of(path: Path, model, name: str, *, kind: str = "F32", changes=None, tensors=None) -> Path:
+def write_gguf_of(
+    path: Path, model, name: str, *, kind: str = "F32", changes=None, tensors=None, numbers=None, split_max_tensors=0
+) -> Path:
     """The file that llama.cpp's converter would write: matrices in the type, routers and everything else F32.
 
     `changes` are keys without the architecture, where None leaves one out; `tensors` are arrays or None for one that is
-    left out.
+    left out; `numbers` are keys in full of 16 bits. With `split_max_tensors` the file is split into parts of so many.
     """
-    writer = gguf.GGUFWriter(path, name)
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=split_max_tensors)
+    for key, value in (numbers or {}).items():
+        writer.add_uint16(key, value)
     for key, value in (_keys(model.config, name) | (changes or {})).items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
         if value is not None:

@@ -310,8 +310,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"attention_factor": 1.5}, 1.5),
         ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
         ({"mscale": 0.707}, 0.1 * 1.3862943611198906 + 1),
+        ({"finetuned": True}, 0.1 * 1.3862943611198906 + 1),
     ],
-    ids=["alone", "said", "both mscales", "one mscale"],
+    ids=["alone", "said", "both mscales", "one mscale", "finetuned"],
 )
 def test_yarn_s_factor_on_attention(more, factor):
     config = describe({**PUBLISHED["Qwen3-0.6B"], "rope_scaling": {**YARN, **more}}, "").config
@@ -409,6 +410,14 @@ def test_windows_in_layers_that_no_family_has():
     shape = {"vocab_size": 99, "hidden_size": 64, "num_heads": 4, "num_layers": 3}
     with pytest.raises(HubError, match=r"from the nearest, .*, it differs in "):
         family_for(GPTConfig(**shape, sliding_window=8, sliding_layers=[0, 2]))
+
+
+def test_a_family_that_refuses_is_not_the_nearest():
+    config = describe(LATENT, "").config.model_copy(update={"attention_scale": 0.3, "token_shift": True})
+    assert len(FAMILIES["mixtral"].differences(config)) == 1
+    problems = r"attention_scale: 0\.3 \(must be 0\.2236\d*\); token_shift: True \(must be False\)\. Train"
+    with pytest.raises(HubError, match=f"from the nearest, deepseek_v3, it differs in {problems}"):
+        family_for(config)
 
 
 def test_all_layers_of_a_gemma_3_slide():

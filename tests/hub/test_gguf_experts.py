@@ -68,6 +68,16 @@ def test_logits_are_those_of_transformers_and_the_file_is_written_again(tmp_path
         np.testing.assert_array_equal(tensors[key][2], data, err_msg=key)
 
 
+@pytest.mark.parametrize(("name", "count"), [("llama", 5), ("llama", 1), ("qwen3moe", 6)])
+def test_the_gate_of_a_single_expert_is_1(tmp_path, name, count):
+    theirs = published(name, num_local_experts=count, num_experts_per_tok=1)
+    loaded = load_gguf(write_gguf_of(tmp_path / "model.gguf", theirs, name), log=quiet)
+    assert (loaded.model.config.num_experts, loaded.model.config.experts_per_token) == (count, 1)
+    assert_close(logits(loaded.model), their_logits(theirs))
+    write_gguf(tmp_path / "again.gguf", loaded.model, loaded.tokenizer, kind="f32")
+    assert_close(logits(load_gguf(tmp_path / "again.gguf", log=quiet).model), their_logits(theirs))
+
+
 def dequantized(model, kind):
     """transformers' model with the values of matrices that were in blocks."""
     number = gguf.GGMLQuantizationType[kind]
@@ -227,7 +237,6 @@ def test_wrong_experts_give_one_clear_line(tmp_path, name):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}, "kv_lora_rank: 16"),
         ({"attention_bias": True}, "attention_bias: True"),
         ({"routed_scaling": 2.0}, "routed_scaling: 2.0"),
         ({"qk_norm": True, "normalize_gates": False}, "normalize_gates: False"),
@@ -247,6 +256,26 @@ def test_what_llama_cpp_would_not_compute_is_refused(changes, said):
         config_keys(config)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_of_latent_attention_one_line_says_that_it_is_not_written():
+    latent = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    routing = {"router_scores": "sigmoid", "selection_bias": True, "shared_experts": 1, "dense_layers": 1}
+    config = MoEConfig(vocab_size=V, hidden_size=64, num_heads=4, **latent, **routing)
+    with pytest.raises(HubError, match=r"latent attention \(kv_lora_rank: 16\), .* deepseek2 is not written") as caught:
+        config_keys(config)
+    assert "dots1" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_modules_are_listed_as_often_whatever_their_number(tmp_path, monkeypatch, layers):
+    source = load_gguf(write_gguf_of(tmp_path / "model.gguf", published("llama"), "llama"), log=quiet)
+    shape = {"vocab_size": V, "hidden_size": 64, "num_heads": 4, "expert_intermediate_size": 32}
+    model, calls = MoE(MoEConfig(**shape, num_layers=layers), seed=3), []
+    listed = MoE.named_modules
+    monkeypatch.setattr(MoE, "named_modules", lambda self: calls.append(self) or listed(self))
+    write_gguf(tmp_path / "ours.gguf", model, source.tokenizer, kind="f16")
+    assert len([each for each in calls if each is model]) <= 3
 
 
 def greedy(model, prompts, count):

@@ -88,8 +88,8 @@ def test_a_pipe_is_no_json(tmp_path):
 def test_buffers_and_a_copied_head_are_no_weights(folder):
     edit(folder, tie_word_embeddings=True)
     table = dict(mx.load(str(folder / WEIGHTS)))["model.embed_tokens.weight"]
-    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones(4)}
-    tensors(folder, **{"lm_head.weight": table}, **buffer)
+    buffers = ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+    tensors(folder, **{"lm_head.weight": table}, **dict.fromkeys(buffers, mx.ones(4)))
     assert load_pretrained(folder, log=quiet).model.config.tie_embeddings
 
 

@@ -172,8 +172,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({**YARN, "mscale": 0.7}, ()),
         ({**YARN, "attention_factor": 1.3, "beta_fast": 16.0}, ()),
         (YARN, ("original_max_position_embeddings",)),
+        ({**YARN, "finetuned": True}, ()),
     ],
-    ids=["both mscales", "one mscale", "said", "no length"],
+    ids=["both mscales", "one mscale", "said", "no length", "finetuned"],
 )
 @pytest.mark.parametrize("keys", [4, 5], ids=["transformers 4", "transformers 5"])
 def test_yarn_is_saved_in_words_that_both_read(tmp_path, scaling, left_out, keys):

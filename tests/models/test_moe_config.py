@@ -25,14 +25,11 @@ def test_every_field_has_a_help_text():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_experts": 1}, "num_experts"),
+        ({"num_experts": 0}, "num_experts"),
+        ({"num_experts": 1}, "experts_per_token must be 1 to num_experts, 1, but got 2"),
         ({"num_experts": 1025}, "num_experts"),
         ({"experts_per_token": 0}, "experts_per_token"),
         ({"experts_per_token": 9}, "experts_per_token must be 1 to num_experts, 8, but got 9"),
-        (
-            {"experts_per_token": 1},
-            "normalize_gates must be false with experts_per_token: 1 but got true, which is its default",
-        ),
         ({"expert_intermediate_size": 0}, "expert_intermediate_size"),
         ({"router_scores": "tanh"}, "router_scores"),
         ({"normalize_gates": 1}, "normalize_gates"),
@@ -74,6 +71,8 @@ def test_refused(settings, message):
     "settings",
     [
         {"experts_per_token": 1, "normalize_gates": False},
+        {"experts_per_token": 1},
+        {"experts_per_token": 1, "num_experts": 1},
         {"experts_per_token": 8},
         {**GROUPS, "experts_per_token": 4},
         {"num_experts": 8, "expert_groups": 4, "groups_per_token": 4, "experts_per_token": 8},

@@ -74,16 +74,16 @@ def test_the_gradient_is_the_product_with_the_floats():
     assert np.abs(np.array(found) - want).max() <= 1e-5 * np.abs(want).max()
 
 
-def _peak(count, size):
+def _peak(count, size, rows, between):
     """Bytes that a forward and backward pass through some layers takes beside them."""
     layers = _layers(count, size)
 
     def loss(x):
         for layer in layers:
-            x = mx.sin(layer(x))
+            x = between(layer(x))
         return x.sum()
 
-    x = mx.random.normal((8, size))
+    x = mx.random.normal((rows, size))
     mx.eval(x)
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -95,7 +95,13 @@ def _peak(count, size):
 def test_floats_are_not_kept_for_the_backward_pass():
     size = 256
     # What MLX computes ahead takes the room of some layers, however many there are.
-    assert _peak(48, size) - _peak(24, size) < 8 * 4 * size * size
+    assert _peak(48, size, 8, mx.sin) - _peak(24, size, 8, mx.sin) < 8 * 4 * size * size
+
+
+def test_products_are_not_kept_for_the_backward_pass():
+    rows, size = 512, 32
+    # Nothing between the layers needs them.
+    assert _peak(48, size, rows, mx.negative) - _peak(24, size, rows, mx.negative) < 8 * 4 * rows * size
 
 
 EXPERTS = np.repeat(np.arange(3, dtype=np.int32), 16)

@@ -1,17 +1,20 @@
+from dataclasses import asdict
 import io
 import re
 
 from forge_mlx.data import Batch
 from forge_mlx.data.tokenizer import Tokenizer
+from forge_mlx.models.adapters import AdapterConfig, add_adapters
 from forge_mlx.models.gpt import GPTConfig
-from forge_mlx.models.qat import QATConfig, prepare_qat
+from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
 from forge_mlx.models.registry import ARCHITECTURES, build_model
+from forge_mlx.nn.parameters import count_elements, named_arrays
 from forge_mlx.optim import OptimConfig, build_optimizer
 from forge_mlx.train.device import choose_placement
 from forge_mlx.train.dry_run import describe_run
 from forge_mlx.train.load import load_config
-from forge_mlx.train.memory import estimate_memory
-from forge_mlx.train.step import TrainStep
+from forge_mlx.train.memory import decoded_bytes, estimate_memory
+from forge_mlx.train.step import TrainStep, frozen_parameters
 from forge_mlx.train.work import begin_work
 import mlx.core as mx
 import numpy as np
@@ -73,7 +76,9 @@ def test_says_what_would_be_trained(tmp_path):
     assert facts[3] == f"FLOPs:         {flops:.3g} a step, {flops * 450:.3g} in all"
     assert facts[4].startswith("memory:        about ")
     assert facts[5] == "               weights 13.8 MB, gradients 13.8 MB, optimizer 13.8 MB,"
-    assert facts[6].startswith("               activations 147.3 MB, logits 15.7 MB")
+    # Nine arrays of 512 rows, a quarter of the pass's, and the gradient of the head twice.
+    logits = 4 * 2048 * (9 * 512 + 2 * 192) / 1e6
+    assert facts[6].startswith(f"               activations 147.3 MB, logits {logits:.1f} MB")
     assert facts[7] == f"run folder:    {tmp_path / 'run'}"
 
 
@@ -228,6 +233,53 @@ def test_estimated_memory_is_that_of_real_steps(family):
     assert 0.8 < estimate.total / peak < 1.3, (estimate, peak)
 
 
+# What is the largest term, with the vocabulary, the residual stream, the MLP and the tokens of a row.
+LARGEST = {"head": (8192, 256, 64, 32), "layers": (256, 256, 4096, 32), "logits": (16384, 64, 64, 256)}
+
+
+@pytest.mark.parametrize("term", LARGEST)
+def test_floats_made_of_codes_and_logits_of_many_chunks_are_counted(term):
+    vocabulary, hidden, inner, length = LARGEST[term]
+    shape = {"num_layers": 2, "num_heads": 2, "mlp": "swiglu", "vocab_size": vocabulary, "hidden_size": hidden}
+    optim = OptimConfig()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    with mx.stream(mx.cpu):
+        model = build_model(GPTConfig(**shape, intermediate_size=inner), seed=0)
+        if term != "logits":
+            convert_qat(prepare_qat(model, QATConfig(bits=4, group_size=32)))
+        add_adapters(model, AdapterConfig(rank=4, targets=["layers.*"]), seed=0)
+        step = TrainStep(model, build_optimizer(optim), mx.float32, 1.0)
+        for seed in range(2):
+            mx.reset_peak_memory()
+            rows = np.random.default_rng(seed).integers(0, 256, (2, 1, length), np.int32)
+            _, norm, grads, count = step.gradients([Batch(*rows)], seed)
+            step.update(grads, norm, count, 1.0)
+            del grads
+    peak = mx.get_peak_memory() - before
+    frozen = sum(array.nbytes for _, array in named_arrays(frozen_parameters(model)))
+    trained = count_elements(model.trainable_parameters())
+    decoded = decoded_bytes(model, "float32", mx.cpu)
+    # Float32 and 12 bits of unpacking, or four matrices.
+    assert decoded == {"head": 5.5 * vocabulary * hidden, "layers": 4 * 4 * inner * hidden, "logits": 0}[term]
+    estimate = estimate_memory(
+        model.config, optim, trained, 1, length, "float32", frozen=frozen, trains_head=False, decoded=decoded
+    )
+    largest = estimate.logits if term == "logits" else estimate.decoded
+    assert largest == max(asdict(estimate).values())
+    assert 0.85 < estimate.total / peak < 1.15, (estimate, peak)
+
+
+def test_a_gpu_makes_floats_of_the_head_and_of_codes_that_mlx_cannot_multiply():
+    shape = {"vocab_size": 256, "num_layers": 1, "hidden_size": 64, "num_heads": 1, "intermediate_size": 512}
+    made = {}
+    for weights, bits in (("affine", 4), ("int8", None)):
+        model = build_model(GPTConfig(**shape), seed=0)
+        convert_qat(prepare_qat(model, QATConfig(weights=weights, bits=bits)))
+        made[weights] = decoded_bytes(model, "bfloat16", mx.gpu)
+    assert made == {"affine": 2 * 256 * 64, "int8": 4 * 2 * 512 * 64}
+
+
 def test_half_precision_halves_the_activations_only():
     config = GPTConfig(vocab_size=100)
     # A CPU's attention takes blocks of float32 for bfloat16.
@@ -312,7 +364,7 @@ def test_rows_are_as_long_as_their_examples(tmp_path):
     [
         ({"train__seq_len": 512}, "train.seq_len must be at most the model's longest sequence, 256, but got 512."),
         ({"train__seq_len": 16}, "truncate: error all examples must fit into train.seq_len, 16, but 12 of 12 do not"),
-        ({"train__seq_len": 16, "data__truncate": "drop"}, "drop must leave examples but all 10 of the train split"),
+        ({"train__seq_len": 16, "data__truncate": "drop"}, "drop must leave examples but all 12 of data.source"),
         ({"data__max_examples": 1}, "source must hold at least 2 examples"),
         ({"train__sample_prompt": "x" * 256}, "train.sample_prompt must be shorter than the model's longest sequence"),
     ],

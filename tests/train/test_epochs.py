@@ -6,7 +6,9 @@ from pathlib import Path
 import re
 from typing import Any
 
+from forge_mlx.train.banner import log_model
 from forge_mlx.train.dry_run import describe_run
+from forge_mlx.train.duration import least_epochs_beyond, steps_of_epochs
 from forge_mlx.train.folder import RunFolderError
 from forge_mlx.train.load import load_config
 from forge_mlx.train.loop import train
@@ -15,7 +17,7 @@ import mlx.core as mx
 import pytest
 from rich.console import Console
 from tiny_checkpoint import QUESTIONS, finetune_config
-from tiny_run import arrays, events, records, tiny_config, trainer_of
+from tiny_run import arrays, events, records, tiny_config, trainer_of, tree
 
 LORA: dict[str, Any] = {"adapter": {"rank": 2}}
 ONE_A_ROW: dict[str, Any] = {**LORA, "data__packing": False}
@@ -53,7 +55,7 @@ def _epochs(folder: Path, epochs: float, kind: str = "chat", **changes: Any):
         (0.5, 10, 4, 1, 2, "0.5 epochs of 10 rows, 4 a step: 2 steps, the last filled up with 3 more rows"),
         (2.5, 7, 3, 1, 6, "2.5 epochs of 7 rows, 3 a step: 6 steps"),
         (1, 3, 16, 1, 1, "1 epoch of 3 rows, 16 a step: 1 step, the last filled up with 13 more rows"),
-        (1000, 1234, 1, 1, 1_234_000, "1000 epochs of 1,234 rows, 1 a step: 1,234,000 steps"),
+        (1000, 1234, 1, 1, 1_234_000, "1,000 epochs of 1,234 rows, 1 a step: 1,234,000 steps"),
         # As floats the products are just above 7 and 11.
         (0.07, 100, 1, 1, 7, "0.07 epochs of 100 rows, 1 a step: 7 steps"),
         (1.1, 10, 1, 1, 11, "1.1 epochs of 10 rows, 1 a step: 11 steps"),
@@ -76,8 +78,8 @@ def test_steps_that_are_given_hold_for_any_number_of_rows(tmp_path):
     [
         (
             {"train__steps": 6, "train__epochs": 2.5},
-            "train.steps: must be null with train.epochs, 2.5, but got 6: one of the two says how long a run is. Leave "
-            "the other out, or set it to null.",
+            "train.steps: must be null with train.epochs, 2.5, but got 6: one of the two says how long a run is. Set "
+            "the other to null: train.epochs=null train.steps=6, or train.steps=null.",
         ),
         (
             {"train__steps": None},
@@ -171,11 +173,15 @@ def test_the_schedule_ends_with_the_last_epoch(tmp_path, monkeypatch):
             "optim.warmup_steps must be less than the 5 steps that 1 epoch of 10 rows take, but got 5.",
         ),
         (
+            {"optim__warmup_steps": 5000},
+            "optim.warmup_steps must be less than the 5 steps that 1 epoch of 10 rows take, but got 5,000.",
+        ),
+        (
             {"qat": {"bits": 4, "group_size": 32, "start_step": 7}},
             "qat.start_step must be less than the 5 steps that 1 epoch of 10 rows take, but got 7.",
         ),
     ],
-    ids=["warmup", "qat"],
+    ids=["warmup", "long warmup", "qat"],
 )
 def test_what_does_not_end_before_the_epochs_do_is_refused(changes, message, tmp_path):
     config = _epochs(tmp_path, 1, **ONE_A_ROW, **changes)
@@ -244,12 +250,16 @@ def test_a_finished_run_goes_on_for_more_epochs_alone(tmp_path):
     lines: list[str] = []
     for epochs in (1, 0.5):
         train(_epochs(tmp_path, epochs, **LORA), log=lines.append)
-    again = "this run has already finished; a larger train.epochs goes on, run.resume=never starts anew."
+    again = (
+        "this run has already finished at step 3; train.epochs of at least 1.21 goes on, run.resume=never starts anew."
+    )
     assert lines == [
         f"{run}: {again}",
         f"{run}: {again}",
         "without effect, as there is nothing left to do: train.epochs: 1.0 -> 0.5",
     ]
+    assert "(finished at step 3; train.epochs of at least 1.21 goes on)" in _described(_epochs(tmp_path, 1, **LORA))
+    assert "(goes on from step 3)" in _described(_epochs(tmp_path, 1.21, **LORA))
     train(_epochs(tmp_path, 2, **LORA), log=_ignore)
     assert "resumed at step 3; changed train.epochs: 1.0 -> 2.0" in events(run)
     assert [record["step"] for record in records(run, "eval") if record["final"]] == [3, 5]
@@ -263,12 +273,71 @@ def test_a_finished_run_goes_on_for_more_epochs_alone(tmp_path):
 def test_a_run_of_epochs_may_go_on_in_steps(tmp_path):
     run = train(_epochs(tmp_path, 1, **LORA), log=_ignore).folder
     train(finetune_config(tmp_path, **LORA, train__steps=4), log=_ignore)
-    assert "resumed at step 3; changed train.epochs: 1.0 -> None; changed train.steps: None -> 4" in events(run)
+    assert "resumed at step 3; changed train.epochs: 1.0 -> null; changed train.steps: null -> 4" in events(run)
     assert [record["epochs"] for record in records(run, "setup")] == [1.0, None]
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "of 4" in page
     assert "of 4, 1 epoch" not in page
     assert (run / "config.yaml").read_text(encoding="utf-8").count("#") == 1
+
+
+def test_a_run_that_broke_off_does_not_end_before_where_it_is(tmp_path, monkeypatch):
+    step = Trainer.train_step
+
+    def fourth_fails(trainer):
+        if trainer.step == 3:
+            raise RuntimeError("broken off")
+        return step(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", fourth_fails)
+        with pytest.raises(RuntimeError, match="broken off"):
+            train(_epochs(tmp_path, 1, **ONE_A_ROW, train__checkpoint_every=1), log=_ignore)
+    before = tree(tmp_path / "run")
+    way_out = (
+        r" goes on\. Or choose a new folder \(run\.dir=\.\.\.\), or start anew \(run\.resume=never keeps the old run "
+        r"under another name\)\.$"
+    )
+    # Of 10 rows, 2 a step.
+    for config, least in (
+        (_epochs(tmp_path, 0.4, **ONE_A_ROW), r"epochs of at least 0\.61"),
+        (finetune_config(tmp_path, **ONE_A_ROW, train__steps=2), "steps of at least 4"),
+    ):
+        said = rf"this run is at step 3, 0\.6 epochs, and past the 2 steps asked for; train\.{least}{way_out}"
+        for start in (lambda config: train(config, log=_ignore), _described):
+            with pytest.raises(RunFolderError, match=said):
+                start(config)
+    assert tree(tmp_path / "run") == before
+    assert "(goes on from step 3)" in _described(_epochs(tmp_path, 0.61, **ONE_A_ROW))
+    anew = _epochs(tmp_path, 0.4, **ONE_A_ROW, run__resume="never")
+    assert "(at step 3; is kept under another name)" in _described(anew)
+    train(_epochs(tmp_path, 0.61, **ONE_A_ROW), log=_ignore)
+    assert [record["step"] for record in records(tmp_path / "run", "eval") if record["final"]] == [4]
+
+
+@pytest.mark.parametrize(("steps", "num_rows", "rows_per_step"), [(48, 22, 4), (3, 10, 2), (5, 7, 3), (1, 3, 16)])
+def test_the_least_epochs_beyond_take_a_step_more(steps, num_rows, rows_per_step):
+    least = least_epochs_beyond(steps, num_rows, rows_per_step)
+    assert steps_of_epochs(least, num_rows, rows_per_step) > steps
+    assert steps_of_epochs(round(least - 0.01, 2), num_rows, rows_per_step) <= steps
+
+
+def test_times_over_the_text_are_those_of_rows(tmp_path):
+    """Whose lengths differ, so that a step's tokens are no whole number on average."""
+    lines: list[str] = []
+    trainer = trainer_of(_epochs(tmp_path, 1, "text", **ONE_A_ROW))
+    log_model(trainer, lines.append)
+    assert trainer.rows.num_targets % trainer.total_steps
+    (training,) = [line for line in lines if line.startswith("training: ")]
+    assert training.endswith(", 1 times over the training text")
+
+
+def test_a_corpus_shorter_than_a_batch_is_refused_alike_in_epochs_and_steps(tmp_path):
+    (tmp_path / "corpus.txt").write_text("ab\n" * 99, encoding="utf-8")
+    length = {"train__seq_len": 32, "train__batch_size": 64, "data__tokenizer": {"vocab_size": 264}}
+    for changes in ({"train__steps": None, "train__epochs": 2}, {"train__steps": 3}):
+        with pytest.raises(ValueError, match=r"^\[batch_stream\] the training text must fill one batch, 64 rows of 32"):
+            trainer_of(tiny_config(tmp_path, **changes, **length))
 
 
 def test_other_examples_than_those_it_began_with_are_refused(tmp_path):

@@ -188,8 +188,7 @@ def test_a_fingerprint_is_of_all_content_and_of_no_name(tmp_path):
     content[-1] ^= 1
     file.write_bytes(content)
     assert weights_fingerprint(tmp_path / "b") != found
-    single = (tmp_path / "a" / "model.safetensors").rename(tmp_path / "a.gguf")
-    assert weights_fingerprint(single) == found
+    (tmp_path / "a" / "model.safetensors").unlink()
     with pytest.raises(HubError, match=r"must hold model\.safetensors"):
         weights_fingerprint(tmp_path / "a")
 

@@ -330,7 +330,7 @@ def other_shape(folder: Path) -> None:
 RESUMING: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
     "another base": (other_shape, (), r"does not fit: the weights of base are not those that this run began from"),
     "another rank": (nothing, ("adapter.rank=4",), r"adapter\.rank: 2 -> 4"),
-    "another method": (nothing, ("adapter=null",), r"adapter\.rank: 2 -> None"),
+    "another method": (nothing, ("adapter=null",), r"adapter\.rank: 2 -> null"),
     "other examples": (lines({"messages": TALK}), (), r"text or its tokenizer is not that of this run"),
     "a checkpoint cut short": (
         cut("run/checkpoints/step-00000001/model.safetensors", 500),

@@ -198,9 +198,9 @@ FIRST, THEN = {"*": {"bits": 8}}, {"*.up_proj": {"bits": 2}}
     ("old", "new", "said"),
     [
         (FIRST | THEN, THEN | FIRST, "qat.overrides (in this order): ['*', '*.up_proj'] -> ['*.up_proj', '*']"),
-        ({}, {"lm_head": None}, "qat.overrides (in this order): None -> ['lm_head']"),
+        ({}, {"lm_head": None}, "qat.overrides (in this order): null -> ['lm_head']"),
         (FIRST | {"lm_head": None}, FIRST, "qat.overrides (in this order): ['*', 'lm_head'] -> ['*']"),
-        ({"*": None}, {"*": {}}, "qat.overrides.*: None -> {}"),
+        ({"*": None}, {"*": {}}, "qat.overrides.*: null -> {}"),
         (FIRST, {"*": {"bits": 4}}, "qat.overrides.*: {'bits': 8} -> {'bits': 4}"),
     ],
     ids=["order", "a first null", "no null any more", "null and empty", "a value"],

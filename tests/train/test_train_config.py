@@ -194,6 +194,8 @@ def test_a_long_value_is_cut():
     [
         ({"lr": "lrr: 1"}, "c.yaml:12: optim.lrr: there is no such key. Did you mean optim.lr?"),
         ({"lr": "steps: 1"}, "c.yaml:12: optim.steps: there is no such key. Did you mean train.steps?"),
+        ({"lr": "method: muon"}, "c.yaml:12: optim.method: there is no such key. Did you mean optim.name?"),
+        ({"lr": "method: lora"}, "c.yaml:12: optim.method: there is no such key. Did you mean adapter.method?"),
         (
             {"lr": "dropuot: 1"},
             "c.yaml:12: optim.dropuot: there is no such key. Did you mean model.dropout or adapter.dropout?",
@@ -425,6 +427,21 @@ def test_the_command_line_chooses_the_architecture_and_its_keys(text):
     assert (type(config.model), config.model.num_experts) == (MoEConfig, 4)
     assert type(load("model.arch=moe", "model.arch=gpt").model) is GPTConfig
     assert "no such key" in error("model.num_experts=4")
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (
+            (),
+            "normalize_gates must be false with experts_per_token: 1 but got true, which is its default: ",
+        ),
+        (("model.num_experts=1",), "num_experts must be at least 2 in a new model but got 1: "),
+    ],
+)
+def test_a_new_router_that_would_learn_nothing_is_refused(experts, message):
+    assert f": model.{message}" in error("model.arch=moe", "model.experts_per_token=1", *experts)
+    assert load("model.arch=moe", "model.experts_per_token=1", "model.normalize_gates=false").model.num_experts == 8
 
 
 def test_the_help_names_every_architecture():

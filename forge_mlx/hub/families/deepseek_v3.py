@@ -100,4 +100,5 @@ DEEPSEEK_V3: Final = Family(
     drops_layers_behind=True,
     read=_read,
     write=_write,
+    fixed_in_mlx_lm={"tie_embeddings": False},
 )

@@ -60,6 +60,8 @@ class Family:
         read: Further fields of a config.json, whose keys it takes.
         write: Further keys of a config.json.
         ignored_by_mlx_lm: Fields that mlx-lm 0.32 does not read: there it computes as without them.
+        fixed_in_mlx_lm: Fields that mlx-lm 0.32 does not read and whose arrays it needs as of these values: it opens no
+            others.
     """
 
     model_type: str
@@ -76,6 +78,7 @@ class Family:
     read: Callable[[Keys], dict[str, Any]] = _nothing
     write: Callable[[Any], dict[str, Any]] = _nothing
     ignored_by_mlx_lm: tuple[str, ...] = ()
+    fixed_in_mlx_lm: Mapping[str, Any] = field(default_factory=dict)
 
     def read_config(self, values: Mapping[str, Any], where: str) -> tuple[DecoderConfig, list[str]]:
         """The config of a model, and the keys that nothing is known of.
@@ -129,6 +132,18 @@ class Family:
         except HubError as error:
             return [str(error).removeprefix(f"{self.model_type}: ").rstrip(".")]
         return different_fields(config, said)
+
+    def refuses(self, config: DecoderConfig) -> bool:
+        """Whether `differences` is the first reason alone why the family cannot say a config, not a list of fields.
+
+        Args:
+            config: Of a model of the family's architecture.
+        """
+        try:
+            self.read_config(self.write_config(config), self.model_type)
+        except HubError:
+            return True
+        return False
 
     def _problems(self, error: ValidationError) -> str:
         keys = {name: key for key, name in self.fields.items()}

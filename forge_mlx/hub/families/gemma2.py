@@ -38,4 +38,5 @@ GEMMA2: Final = Family(
     read=_read,
     write=_write,
     ignored_by_mlx_lm=("sliding_window", "sliding_layers", "rope_scale", "rope_scaling"),
+    fixed_in_mlx_lm={"attention_bias": False, "tie_embeddings": True},
 )

@@ -67,4 +67,5 @@ GEMMA3: Final = Family(
     read=_read,
     write=_write,
     ignored_by_mlx_lm=("logit_softcap",),
+    fixed_in_mlx_lm={"attention_bias": False},
 )

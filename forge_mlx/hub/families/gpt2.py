@@ -47,5 +47,5 @@ GPT2: Final = Family(
         *("predict_special_tokens", "output_past"),
     ),
     write=_write,
-    ignored_by_mlx_lm=("tie_embeddings",),
+    fixed_in_mlx_lm={"tie_embeddings": True, "intermediate_size": None},
 )

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 import mlx.core as mx
 
 # Buffers that old checkpoints hold beside the weights: nothing is computed with them.
-_BUFFERS: Final = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
+_BUFFERS: Final = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.attn\.(bias|masked_bias)")
 
 
 class Piece(NamedTuple):

@@ -41,5 +41,6 @@ MIXTRAL: Final = Family(
     constants={"hidden_act": "silu"},
     read=_read,
     write=_write,
-    ignored_by_mlx_lm=("head_dim", "sliding_window", "rope_scale", "rope_scaling"),
+    ignored_by_mlx_lm=("sliding_window", "rope_scale", "rope_scaling"),
+    fixed_in_mlx_lm={"head_dim": None},
 )

@@ -32,5 +32,6 @@ QWEN2: Final = Family(
     constants={"hidden_act": "silu"},
     read=_read,
     write=_write,
-    ignored_by_mlx_lm=("head_dim", "sliding_window", "sliding_layers"),
+    ignored_by_mlx_lm=("sliding_window", "sliding_layers"),
+    fixed_in_mlx_lm={"head_dim": None},
 )

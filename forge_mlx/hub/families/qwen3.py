@@ -32,4 +32,5 @@ QWEN3: Final = Family(
     read=_read,
     write=_write,
     ignored_by_mlx_lm=("sliding_window", "sliding_layers"),
+    fixed_in_mlx_lm={"attention_bias": False},
 )

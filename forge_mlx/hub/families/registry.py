@@ -89,7 +89,7 @@ def family_for(config: DecoderConfig) -> Family:
             found[family.model_type] = problems
     if not found:
         raise HubError(f"[save_pretrained] arch must be that of a family but got {config.arch}.")
-    nearest = min(found, key=lambda name: len(found[name]))
+    nearest = min(found, key=lambda name: (FAMILIES[name].refuses(config), len(found[name])))
     raise HubError(
         f"[save_pretrained] the model must be one of a published family but from the nearest, {nearest}, it differs in "
         f"{'; '.join(found[nearest])}. Train with other settings, or keep forge_mlx's own folder."

@@ -1,5 +1,6 @@
 """Rotary positions in config.json: `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`."""
 
+from collections.abc import Mapping
 import math
 from typing import Any, Final
 
@@ -9,6 +10,9 @@ from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.models.rope_scaling import RopeScaling, yarn_growth
 
 _KINDS: Final = ("default", "linear", "llama3", "yarn")
+# What a checkpoint tells of its training: nothing is computed with it.
+_NOTES: Final = ("finetuned",)
+_BASES: Final = ("rope_theta", "rope_local_base_freq")
 # Decimals of a factor that is computed back: the rest is rounding.
 _DECIMALS: Final = 12
 
@@ -39,7 +43,7 @@ def read_local_rope(keys: Keys, base: float, local_base: float) -> dict[str, Any
         HubError: The rotation is of a kind that the models have not.
     """
     scaling, parameters = keys.inside("rope_scaling"), keys.inside("rope_parameters")
-    local_base = keys.number("rope_local_base_freq", local_base) or local_base
+    local_base = _base(keys, "rope_local_base_freq", local_base)
     if parameters is None or not ("full_attention" in parameters or "sliding_attention" in parameters):
         fields = _rotation(keys, scaling or parameters, base)
         return fields | {"rope_local_base": local_base}
@@ -97,6 +101,20 @@ def write_latent_rope(config: DecoderConfig) -> dict[str, Any]:
     return {"rope_theta": config.rope_base, "rope_scaling": _scaling(config, of_all)}
 
 
+def one_base(source: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a source that name no other base than is written: readers differ in which they take.
+
+    Args:
+        source: Keys of a config.json.
+        written: Those of the model, by `write_rope`.
+    """
+    kept = {key: value for key, value in source.items() if key not in _BASES or value == written.get(key)}
+    base, parameters = written.get("rope_theta"), source.get("rope_parameters")
+    if isinstance(parameters, dict) and parameters.get("rope_theta", base) != base:
+        kept["rope_parameters"] = {**parameters, "rope_theta": base}
+    return kept
+
+
 def _scaling(config: DecoderConfig, mscale_all_dim: float | None = None) -> dict[str, Any] | None:
     if config.rope_scaling is None:
         return None if config.rope_scale == 1 else {"rope_type": "linear", "factor": 1 / config.rope_scale}
@@ -130,11 +148,11 @@ def _attention_keys(scaling: RopeScaling, mscale_all_dim: float | None) -> dict[
 
 def _rotation(keys: Keys, parameters: Keys | None, base: float) -> dict[str, Any]:
     """Fields of one kind of layers."""
-    base = keys.number("rope_theta", base) or base
+    base = _base(keys, "rope_theta", base)
     keys.only("partial_rotary_factor", 1.0)
     if parameters is None:
         return {"rope_base": base}
-    fields: dict[str, Any] = {"rope_base": parameters.number("rope_theta", base)}
+    fields: dict[str, Any] = {"rope_base": _base(parameters, "rope_theta", base)}
     parameters.only("partial_rotary_factor", 1.0)
     kind = parameters.take("rope_type", parameters.take("type", "default"))
     if kind not in _KINDS:
@@ -145,10 +163,17 @@ def _rotation(keys: Keys, parameters: Keys | None, base: float) -> dict[str, Any
         fields["rope_scale"] = 1 / _at_least_one(parameters)
     elif kind != "default":
         fields["rope_scaling"] = _read_scaling(keys, parameters, kind)
-    left = parameters.left() if kind != "default" else []
+    left = parameters.left(_NOTES) if kind != "default" else []
     if left:
         raise HubError(f"{parameters.where}: {left[0]} must be left out with rope_type {kind!r} but is there.")
     return fields
+
+
+def _base(keys: Keys, key: str, default: float) -> float:
+    base = keys.number(key, default)
+    if base is None or not 1 < base < math.inf:
+        raise HubError(f"{keys.where}: {key} must be a finite number above 1 but got {base}.")
+    return base
 
 
 def _at_least_one(parameters: Keys) -> float:
