@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dequantize",
         action="store_true",
         help="make floats of a quantised model's codes; adapters are then merged without rounding to codes again, "
-        "as with --gguf",
+        "as with --gguf but for q4_0 of codes that stay",
     )
     parser.add_argument(
         "--dtype", choices=sorted(FLOATS_BY_NAME), help="round floats to it (default: as the checkpoint's are)"
@@ -74,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gguf",
         choices=_GGUF_KINDS,
-        help="write a GGUF file of this type instead of a folder; in q8_0 and q4_0 trained codes of 4 bits in groups "
-        "of 32 stay, as Q4_1 (default: a folder)",
+        help="write a GGUF file of this type instead of a folder; in q8_0 and q4_0 codes of 4 bits in groups of 32 "
+        "stay, as Q4_1, but for those under adapters in q8_0 (default: a folder)",
     )
     return parser
 
@@ -87,13 +87,14 @@ def _open(options: argparse.Namespace) -> OpenedModel:
     coded = coded_layers(model)
     if options.dequantize and not coded:
         raise ValueError(f"--dequantize needs a quantised model but {opened.source} has no codes. Leave it out.")
-    if adapted_layers(model) and options.gguf is not None and not options.dequantize:
-        merge_for_gguf(model, options.gguf, log=to_stderr)
+    if adapted_layers(model) and options.gguf is not None:
+        merge_for_gguf(model, options.gguf, dequantize=options.dequantize, log=to_stderr)
     elif adapted_layers(model):
         merge_for_saving(model, dequantize=options.dequantize, log=to_stderr)
-    elif options.dequantize:
+    if options.dequantize and coded_layers(model):
         # Codes are multiplied in what is written, not made wider after they were rounded.
-        written = "float32" if options.gguf == "f32" else options.dtype
+        dtypes = {None: options.dtype, "f16": "float16"}
+        written = dtypes.get(options.gguf, "float32")
         dequantize_layers(model, FLOATS_BY_NAME[written] if written else opened.stored_dtype or _float_dtype(model))
     return opened
 

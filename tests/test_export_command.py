@@ -245,8 +245,8 @@ def test_adapters_are_merged(published, tmp_path, command):
 
 def weight_of_codes(folder, name, group_size=64):
     found = arrays(folder)
-    codes = [found[f"{name}.{part}"] for part in ("weight", "scales", "biases")]
-    return np.array(mx.dequantize(*codes, group_size=group_size, bits=4), np.float64)
+    scales, biases = (found[f"{name}.{part}"].astype(mx.float32) for part in ("scales", "biases"))
+    return np.array(mx.dequantize(found[f"{name}.weight"], scales, biases, group_size=group_size, bits=4), np.float64)
 
 
 def test_of_a_quantised_model_adapters_make_codes_anew_or_floats(published, tmp_path, command):
@@ -316,6 +316,23 @@ def test_in_a_gguf_file_adapters_over_codes_are_rounded_once(published, tmp_path
     least = np.abs(np.array(rounded) - want).max()
     error = np.abs(gguf.dequantize(up.data, up.tensor_type) - want).max()
     assert error <= 1.01 * least + 1e-6 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("options", [(), ("--dequantize",)], ids=["codes", "dequantized"])
+@pytest.mark.parametrize("kind", ["f32", "f16"])
+def test_codes_of_16_bits_are_rounded_by_the_file_alone(published, tmp_path, command, kind, options):
+    """Not to bfloat16, the dtype of their scales, first; with adapters (up) or without (down)."""
+    coded, file = tmp_path / "coded", tmp_path / "model.gguf"
+    command(published, coded, "--quantize", 4, "--dtype", "bfloat16")
+    moved = adapters_of(coded, tmp_path / "adapters")
+    assert command(coded, file, "--gguf", kind, "--adapter", tmp_path / "adapters", *options)[0] == 0
+    found = {each.name: each.data for each in gguf.GGUFReader(file).tensors}
+    step = np.finfo(np.float32 if kind == "f32" else np.float16).eps
+    for name, want in (
+        ("blk.0.ffn_up.weight", weight_of_codes(coded, UP) + moved),
+        ("blk.0.ffn_down.weight", weight_of_codes(coded, "model.layers.0.mlp.down_proj")),
+    ):
+        assert np.abs(found[name].astype(np.float64) - want).max() <= step * np.abs(want).max()
 
 
 def test_a_gguf_file_that_exists_is_refused_before_the_model_is_read(tmp_path, command):

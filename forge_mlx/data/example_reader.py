@@ -283,7 +283,7 @@ def _split(
     """Held out is item i where `floor((i + 1) f) > floor(i f)`, as of documents; where that gives none, the last."""
     fraction = Fraction(str(valid_fraction))
     if len(items) < 2:
-        others = f" that is no longer than train.seq_len, and {dropped:,} that are" if dropped else ""
+        others = f" that fits train.seq_len, beside {dropped:,} that do not" if dropped else ""
         raise ValueError(
             "[data] source must hold at least 2 examples, one of them to validate on, but holds 1"
             f"{others}. Give more, or name data.valid_paths."

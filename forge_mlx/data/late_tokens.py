@@ -118,11 +118,10 @@ def _named(config: Mapping[str, Any], special: Mapping[str, Any], name: str) -> 
         for key, value in settings.items():
             if key.endswith("_token") and key not in ROLES and _is_token(value):
                 yield key, _token(value, key, name)
-    key, extra = _extra(config)
-    older_key, older = _extra(special)
+    extra, other = _extra(config), _extra(special)
     # The newer key adds to what the settings have, the older one stands in where they have nothing.
-    adds = older_key == _LISTS[0] or not extra
-    for list_key, values in [(key, extra), (older_key, older)] if adds else [(key, extra)]:
+    adds = not extra or any(key == _LISTS[0] for key, _ in other)
+    for list_key, values in [*extra, *other] if adds else extra:
         if not isinstance(values, (list, dict)):
             raise ValueError(
                 f"[hub_tokenizer] {list_key} of {name} must be a list of tokens, or an object of them, but got "
@@ -132,9 +131,10 @@ def _named(config: Mapping[str, Any], special: Mapping[str, Any], name: str) -> 
             yield list_key, _token(value, list_key, name)
 
 
-def _extra(settings: Mapping[str, Any]) -> tuple[str, Any]:
-    key = next((key for key in _LISTS if settings.get(key)), _LISTS[1])
-    return key, settings.get(key) or []
+def _extra(settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The key that counts, with its value; an object under the newer one leaves the older one's list in force."""
+    found = [(key, settings[key]) for key in _LISTS if settings.get(key)]
+    return found if found and isinstance(found[0][1], dict) else found[:1]
 
 
 def _is_token(value: object) -> bool:

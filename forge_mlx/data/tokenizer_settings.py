@@ -8,7 +8,7 @@ from forge_mlx.data.late_tokens import ROLES, add_listed, add_named, named_speci
 from tokenizers import Tokenizer
 
 TIKTOKEN: Final = "tiktoken.model"
-"""A vocabulary that code of the model's own reads, of which `tokenizer.json` cannot be made without it."""
+"""A vocabulary that code of the model's own reads; no `tokenizer.json` can be made of it without that code."""
 TEMPLATE_FILE: Final = "chat_template.jinja"
 DEFAULT_TEMPLATE: Final = "default"
 _ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")

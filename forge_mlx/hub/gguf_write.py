@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 import os
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -185,8 +186,7 @@ def _rows(
     if entry.type == "Q4_1" and isinstance(module, Coded):
         rows = encode_q4_1(_codes(module, parameter))
     else:
-        is_coded = isinstance(module, Coded) and part == "weight"
-        array = module.effective_weight() if is_coded else module[part]
+        array = _values(module) if isinstance(module, Coded) and part == "weight" else module[part]
         offset = 1 if config.norm_offset and name.endswith("norm") else 0
         # One expert at a time, so that NumPy's copies stay small.
         matrices = array if array.ndim == 3 else array.reshape(1, array.shape[0], -1)
@@ -195,6 +195,11 @@ def _rows(
     if place.rows is None or "attn_qkv" in place.tensor:
         return rows
     return rows[np.argsort(place.rows)]
+
+
+def _values(module: Coded) -> mx.array:
+    """The weight of a layer of codes, which the file's type is to be the first to round."""
+    return replace(module.format, dtype=mx.float32).values(module.packed().scaled_for(mx.float32))
 
 
 def _checked(values: NDArray[np.float32], parameter: str, type_name: str) -> NDArray[np.float32]:

@@ -8,7 +8,7 @@ from forge_mlx.models.adapters import adapted_layers, merge_adapters
 from forge_mlx.models.gpt import GPT
 from forge_mlx.models.qat import is_prepared
 from forge_mlx.models.replace import replace_each
-from forge_mlx.nn.coded import holds_codes
+from forge_mlx.nn.coded import compute_in_float32, holds_codes
 from forge_mlx.nn.lora import Adapter
 import mlx.nn as nn
 
@@ -33,15 +33,16 @@ def merge_for_saving(model: GPT, *, dequantize: bool, log: Callable[[str], None]
     merge_adapters(model, dequantize=dequantize)
 
 
-def merge_for_gguf(model: GPT, kind: Kind, *, log: Callable[[str], None]) -> None:
+def merge_for_gguf(model: GPT, kind: Kind, *, dequantize: bool, log: Callable[[str], None]) -> None:
     """Merge the adapters of a model that becomes a GGUF file, so that sums with codes are rounded once, to its type.
 
-    Sums become floats. Layers without adapters keep their codes. In q4_0, codes that the file has as they are, Q4_1,
-    are made anew of the sum: that too rounds once, and stays nearer to it than Q4_0.
+    Sums become float32 layers. Layers without adapters keep their codes. In q4_0, codes that the file has as they are,
+    Q4_1, are made anew of the sum: that too rounds once, and stays nearer to it than Q4_0.
 
     Args:
         model: With adapters; changed in place.
         kind: Of the file.
+        dequantize: Whether sums with such codes become floats too.
         log: Told in a line each how many layers of codes become floats, and how many get new codes.
 
     Raises:
@@ -49,15 +50,21 @@ def merge_for_gguf(model: GPT, kind: Kind, *, log: Callable[[str], None]) -> Non
     """
 
     def stays_coded(base: nn.Module) -> bool:
-        return kind == "q4_0" and keeps_codes(base)
+        return kind == "q4_0" and not dequantize and keeps_codes(base)
 
     def becomes_float(layer: nn.Module) -> bool:
         return isinstance(layer, Adapter) and holds_codes(layer.base) and not stays_coded(layer.base)
 
     layers = [layer for _, layer in adapted_layers(model)]
     # In quantisation-aware training the codes are what was learned.
-    floats = 0 if is_prepared(model) else sum(becomes_float(layer) for layer in layers)
-    anew = sum(stays_coded(layer.base) for layer in layers)
+    floats, anew = (
+        (0, 0)
+        if is_prepared(model)
+        else (
+            sum(becomes_float(layer) for layer in layers),
+            sum(stays_coded(layer.base) for layer in layers),
+        )
+    )
     # Each is to be free as soon as it is replaced.
     del layers
     if anew:
@@ -67,6 +74,14 @@ def merge_for_gguf(model: GPT, kind: Kind, *, log: Callable[[str], None]) -> Non
         )
     if floats:
         log(f"{count(floats, 'layer')} of codes with adapters: merged as floats, as by --dequantize")
-        replace_each(model, lambda layer: layer.merged(dequantize=True) if becomes_float(layer) else None)
+        replace_each(model, lambda layer: _summed(layer) if becomes_float(layer) else None)
     if adapted_layers(model) or not floats:
         merge_adapters(model)
+
+
+def _summed(layer: nn.Module) -> nn.Module:
+    """The float32 layer of codes and adapters."""
+    assert isinstance(layer, Adapter)
+    # Else the codes' values, and the sum, are rounded to the dtype that the model computes in.
+    compute_in_float32(layer.base)
+    return layer.merged(dequantize=True)

@@ -1,8 +1,9 @@
 """Which layers hold codes and scales, what those of forge-mlx have in common, and the shapes that codes stand for."""
 
+from dataclasses import replace
 from typing import Final
 
-from forge_mlx.nn.parameters import StaysFrozen, named_arrays
+from forge_mlx.nn.parameters import StaysFrozen, cast_floats, named_arrays
 from forge_mlx.nn.weight_format import Packed, WeightFormat, describe_options, quantized_input
 import mlx.core as mx
 import mlx.nn as nn
@@ -61,6 +62,18 @@ def holds_codes(layer: nn.Module) -> bool:
         layer: Any module.
     """
     return isinstance(layer, _CODES)
+
+
+def compute_in_float32(model: nn.Module) -> None:
+    """Cast all floats of a module to float32, and let its codes stand for weights of float32.
+
+    Args:
+        model: A model, or a layer of codes; changed in place.
+    """
+    model.update(cast_floats(model.parameters(), mx.float32))
+    for module in model.modules():
+        if isinstance(module, Coded):
+            module.format = replace(module.format, dtype=mx.float32)
 
 
 def coded_shape(layer: nn.Module) -> tuple[int, ...]:

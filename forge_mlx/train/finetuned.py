@@ -1,6 +1,5 @@
 """The models of fine-tuning runs, read back: adapters on their base, or a checkpoint of what was trained."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from forge_mlx.data.example_config import ExampleConfig
@@ -11,8 +10,7 @@ from forge_mlx.hub.fingerprint import say_if_other_weights
 from forge_mlx.hub.pretrained import Pretrained
 from forge_mlx.models.gpt import GPT
 from forge_mlx.models.qat import fake_quant_enabled, set_fake_quant
-from forge_mlx.nn.coded import Coded
-from forge_mlx.nn.parameters import cast_floats
+from forge_mlx.nn.coded import compute_in_float32
 from forge_mlx.train.checkpoint import Checkpoint
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.deploy import deployed_model
@@ -76,10 +74,7 @@ def trained_model(
 def _ready(model: GPT, keep_dtype: bool) -> GPT:
     """The model in evaluation mode; on a CPU its floats, which training rounded, in float32 from here on."""
     if not keep_dtype and mx.default_device() == mx.Device(mx.cpu):
-        model.update(cast_floats(model.parameters(), mx.float32))
-        for module in model.modules():
-            if isinstance(module, Coded):
-                module.format = replace(module.format, dtype=mx.float32)
+        compute_in_float32(model)
         mx.eval(model.parameters())
     model.eval()
     return model

@@ -166,7 +166,7 @@ def test_too_long_is_dropped(tokenizer):
     assert (facts.train_examples, facts.valid_examples, facts.dropped) == (17, 1, 2)
     with pytest.raises(ValueError, match=r"drop must leave examples but all 20 of data\.source are longer"):
         prepare(tokenizer, LONG, seq_len=4, truncate="drop")
-    with pytest.raises(ValueError, match=r"but holds 1 that is no longer than train\.seq_len, and 1 that are\. Give"):
+    with pytest.raises(ValueError, match=r"but holds 1 that fits train\.seq_len, beside 1 that do not\. Give"):
         prepare(tokenizer, LONG[-3:-1], seq_len=8, truncate="drop")
 
 

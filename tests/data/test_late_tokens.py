@@ -32,6 +32,9 @@ CASES = {
     "extra_special_tokens": settings(extra_special_tokens=["<b>", "<a>"]),
     "by names": settings(extra_special_tokens={"image_token": "<b>", "audio_token": "<a>"}),
     "additional_special_tokens": settings(additional_special_tokens=["<a>", "<tool>", "yes"]),
+    "by names, beside the older list": settings(
+        extra_special_tokens={"image_token": "<b>"}, additional_special_tokens=["<a>"]
+    ),
     "both": settings(additional_special_tokens=["<a>"], extra_special_tokens=["<b>"]),
     "with flags": settings(extra_special_tokens=[{"__type": "AddedToken", "content": "<b>", "special": True, **FLAGS}]),
     "roles first": settings(additional_special_tokens=["<a>"], image_token="<b>", pad_token="<c>", cls_token="<d>"),

@@ -169,7 +169,7 @@ def talks(*answers):
         (
             talks("a", "x" * 80),
             ("data.truncate=drop",),
-            "one of them to validate on, but holds 1 that is no longer than train.seq_len, and 1 that are. Give more,",
+            "one of them to validate on, but holds 1 that fits train.seq_len, beside 1 that do not. Give more,",
         ),
         (
             talks("a", "x" * 700),
