@@ -108,7 +108,7 @@ def load_adapters(
     """Put saved adapters into a model: those of `save_adapters`, or of mlx-lm's own training.
 
     Routers take no adapters. Those that mlx-lm trained on them are merged into their weights: the model computes the
-    same, but such adapters can neither be trained on nor switched off, nor saved again.
+    same but for rounding to their dtype, and such adapters can neither be trained on nor switched off, nor saved again.
 
     Args:
         folder: With `adapters.safetensors` and `adapter_config.json`.

@@ -25,7 +25,8 @@ def merge_for_saving(model: GPT, *, dequantize: bool, log: Callable[[str], None]
         ValueError: The model has no adapters.
     """
     anew = sum(holds_codes(layer.base) for _, layer in adapted_layers(model))
-    if anew and not dequantize:
+    # In quantisation-aware training the codes are what was learned.
+    if anew and not dequantize and not is_prepared(model):
         log(
             f"{count(anew, 'layer')} of codes with adapters: codes are made anew of the sum, which rounds away part of "
             "what was learned; --dequantize writes floats instead"

@@ -18,9 +18,12 @@ def reached_step(folder: RunFolder, records: list[Record]) -> int:
         records: of its log.
     """
     steps = [step_of(path) for path in list_checkpoints(folder.checkpoints)[-1:]]
-    if folder.final.is_dir():
-        steps += [record["step"] for record in records if record["kind"] == "eval" and record.get("final")]
-    return max(steps, default=0)
+    return max([*steps, _final_step(records) if folder.final.is_dir() else 0])
+
+
+def _final_step(records: list[Record]) -> int:
+    """The step of the newest final model, 0 without any."""
+    return max((record["step"] for record in records if record["kind"] == "eval" and record.get("final")), default=0)
 
 
 def logged_rows(records: list[Record]) -> int | None:
@@ -51,13 +54,16 @@ def last_step(config: TrainConfig, num_rows: int | None) -> int | None:
 def way_on(folder: RunFolder, config: TrainConfig) -> str:
     """Where a run that has finished is, and what goes on: `` at step 48; train.epochs of at least 8.73 goes on``.
 
+    One that went on from there and broke off has a newer checkpoint beside its final model.
+
     Args:
         folder: of the run.
         config: of this start.
     """
     records = read_metrics(folder.metrics_file, lambda _: None)
-    step = reached_step(folder, records)
-    return f" at step {step:,}; {_longer(config, step, logged_rows(records))} goes on"
+    finished, step = _final_step(records), reached_step(folder, records)
+    newer = f", with a checkpoint of step {step:,}" if step > finished else ""
+    return f" at step {finished:,}{newer}; {_longer(config, step, logged_rows(records))} goes on"
 
 
 def require_not_past_end(folder: RunFolder, config: TrainConfig) -> None:

@@ -270,6 +270,27 @@ def test_a_finished_run_goes_on_for_more_epochs_alone(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_finished_run_that_broke_off_further_on_says_where_each_is(tmp_path, monkeypatch):
+    each = {**LORA, "train__checkpoint_every": 1}
+    run = train(finetune_config(tmp_path, **each, train__steps=2), log=_ignore).folder
+    step = Trainer.train_step
+
+    def fifth_fails(trainer):
+        if trainer.step == 4:
+            raise RuntimeError("broken off")
+        return step(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", fifth_fails)
+        with pytest.raises(RuntimeError, match="broken off"):
+            train(finetune_config(tmp_path, **each, train__steps=6), log=_ignore)
+    lines: list[str] = []
+    train(finetune_config(tmp_path, **each, train__steps=2), log=lines.append)
+    finished = "finished at step 2, with a checkpoint of step 4; train.steps of at least 5 goes on"
+    assert lines[0] == f"{run}: this run has already {finished}, run.resume=never starts anew."
+
+
+@pytest.mark.slow
 def test_a_run_of_epochs_may_go_on_in_steps(tmp_path):
     run = train(_epochs(tmp_path, 1, **LORA), log=_ignore).folder
     train(finetune_config(tmp_path, **LORA, train__steps=4), log=_ignore)
