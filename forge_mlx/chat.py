@@ -83,10 +83,12 @@ class Conversation:
         An answer that is not taken to its end belongs to it as far as it came; without a first piece, neither does.
 
         Raises:
-            ValueError: the template refuses the messages, or the model's learned positions end before the answer.
+            ValueError: the template refuses the messages, one has a token that the model has no embedding of, or the
+                model's learned positions end before the answer.
         """
         messages = [*self.messages, {"role": "user", "content": message}]
         prompt = render_prompt(self._tokenizer, messages)
+        self._tokenizer.require_embeddings(prompt, self._model.config.vocab_size or 0, "the messages")
         return self._pieces(messages, prompt, self._room(len(prompt)))
 
     def _pieces(self, messages: list[dict[str, str]], prompt: list[int], room: int) -> Generator[str, None, None]:

@@ -183,7 +183,10 @@ def _encoded(opened: OpenedModel, data: _Data, source: list[str]) -> list[Encode
         )
     config = ExampleConfig.model_validate({"format": data.format, "source": source, **data.settings})
     examples = read_examples(config, opened.tokenizer, log=to_stderr, hold_out=False)
-    return [item.texts[0] for item in examples.train]
+    encoded = [item.texts[0] for item in examples.train]
+    for each in encoded:
+        opened.tokenizer.require_embeddings(each.ids, opened.model.config.vocab_size or 0, "[evaluate] the examples")
+    return encoded
 
 
 def _measure_texts(opened: OpenedModel, data: _Data, options: argparse.Namespace) -> dict[str, Any]:

@@ -87,6 +87,9 @@ def _open(options: argparse.Namespace) -> OpenedModel:
     coded = coded_layers(model)
     if options.dequantize and not coded:
         raise ValueError(f"--dequantize needs a quantised model but {opened.source} has no codes. Leave it out.")
+    if options.quantize is not None and not options.dequantize:
+        # Before adapters are merged into codes, with a line on what that loses.
+        _require_floats(model)
     if adapted_layers(model) and options.gguf is not None:
         merge_for_gguf(model, options.gguf, dequantize=options.dequantize, log=to_stderr)
     elif adapted_layers(model):
@@ -105,14 +108,18 @@ def _float_dtype(model: GPT) -> mx.Dtype:
     return dtype
 
 
-def _quantize(model: GPT, bits: int, group_size: int | None) -> None:
-    """Put the matrices of a float model in codes; those whose rows are no whole groups stay as they are."""
-    options = checked_options("export", "affine", bits, group_size, None)
+def _require_floats(model: GPT) -> None:
     if coded := coded_layers(model):
         raise ValueError(
             f"--quantize needs a float model but {coded[0]} and {len(coded) - 1} more are codes already. Leave it out, "
             "or add --dequantize."
         )
+
+
+def _quantize(model: GPT, bits: int, group_size: int | None) -> None:
+    """Put the matrices of a float model in codes; those whose rows are no whole groups stay as they are."""
+    options = checked_options("export", "affine", bits, group_size, None)
+    _require_floats(model)
     config = QATConfig(bits=options.bits, group_size=options.group_size)
     multiple = options.columns_multiple
     left = {

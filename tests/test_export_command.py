@@ -273,6 +273,9 @@ def test_of_a_quantised_model_adapters_make_codes_anew_or_floats(published, tmp_
     assert np.array_equal(np.array(floats[f"{down}.weight"]), weight_of_codes(coded, down))
     assert command(coded, tmp_path / "eight", "--dequantize", "--quantize", 8)[0] == 0
     assert config_of(tmp_path / "eight")["quantization"]["bits"] == 8
+    # Before anything is said of merging.
+    status, _, err = command(coded, tmp_path / "refused", *options, "--quantize", 4)
+    assert (status, "made anew" in err, "--quantize needs a float model" in err) == (2, False, True)
     status, out, _ = command(coded, tmp_path / "plain", "--dequantize")
     assert (status, "(llama, float32)" in out) == (0, True)
     assert np.array_equal(np.array(arrays(tmp_path / "plain")[f"{UP}.weight"]), weight_of_codes(coded, UP))

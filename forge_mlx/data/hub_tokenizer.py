@@ -24,7 +24,7 @@ from forge_mlx.data.tokenizer_settings import (
     special_names,
 )
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from tokenizers import Encoding, Tokenizer
 
 # The files of a folder that belong to the tokenizer. The last ones are for readers of older layouts.
@@ -224,6 +224,24 @@ class HubTokenizer:
     def token_name(self, token: int) -> str:
         """What the vocabulary calls a token, such as `<|im_end|>`; empty for an id without one."""
         return self._backend.id_to_token(token) or ""
+
+    def require_embeddings(self, tokens: ArrayLike, vocab_size: int, what: str) -> None:
+        """Raise for a special token of texts, or of the chat template, that a model has no row for.
+
+        Args:
+            tokens: ids of this tokenizer.
+            vocab_size: how many rows the model's embedding has.
+            what: whose tokens they are, in the plural.
+
+        Raises:
+            ValueError: as said.
+        """
+        largest = int(np.max(tokens, initial=0))
+        if largest >= vocab_size:
+            raise ValueError(
+                f"{what} must have tokens of the model alone, which has {vocab_size}, but one is "
+                f"{self.token_name(largest)}, token {largest}. Take it out of them and of the chat template."
+            )
 
     def token_id(self, text: str) -> int | None:
         """The id of the token of this name, if there is one."""

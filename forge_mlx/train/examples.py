@@ -7,7 +7,6 @@ from forge_mlx._text import count
 from forge_mlx.data.example_config import ExampleConfig
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.data.prepare_examples import PreparedExamples, prepare_examples
-from forge_mlx.data.stream import Rows
 from forge_mlx.models.decoder_config import DecoderConfig
 from forge_mlx.train.config import TrainConfig
 from forge_mlx.train.prompts import Prompt, example_prompts
@@ -46,7 +45,8 @@ def begin_examples(config: TrainConfig, tokenizer: HubTokenizer, shape: DecoderC
     assert isinstance(config.data, ExampleConfig)
     seq_len, batch_size = config.train.seq_len, config.train.batch_size
     prepared = prepare_examples(config.data, tokenizer, seq_len=seq_len, log=log, limit=shape.max_seq_len)
-    _require_embeddings(prepared.tokenizer, shape, prepared.train, prepared.valid)
+    for split in (prepared.train, prepared.valid):
+        prepared.tokenizer.require_embeddings(split.tokens.tokens, shape.vocab_size or 0, "the examples")
     lines, rows = list(prepared.lines), prepared.train
     if rows.num_rows < batch_size:
         noun = "row" if rows.group_size == 1 else "pair"
@@ -55,13 +55,3 @@ def begin_examples(config: TrainConfig, tokenizer: HubTokenizer, shape: DecoderC
             "those of several epochs"
         )
     return BegunExamples(prepared, example_prompts(config, shape, prepared), lines)
-
-
-def _require_embeddings(tokenizer: HubTokenizer, shape: DecoderConfig, *splits: Rows) -> None:
-    """Raise for a special token of the examples, or of their template, that the model has no row for."""
-    largest = max(int(rows.tokens.tokens.max()) for rows in splits)
-    if largest >= (shape.vocab_size or 0):
-        raise ValueError(
-            f"the examples must have tokens of the model alone, which has {shape.vocab_size}, but one is "
-            f"{tokenizer.token_name(largest)}, token {largest}. Take it out of them and of the chat template."
-        )

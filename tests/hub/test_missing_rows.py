@@ -4,7 +4,10 @@ Gemma 3's text models have no row for the token of images; Qwen's have rows that
 """
 
 import json
+import re
 
+from forge_mlx import evaluate
+from forge_mlx.chat import Conversation
 from forge_mlx.data.hub_tokenizer import HubTokenizer
 from forge_mlx.generate import stream_text
 from forge_mlx.hub.errors import HubError
@@ -44,6 +47,18 @@ def test_it_opens_and_says_which_tokens_no_text_may_have(folder, tmp_path):
     again = load_pretrained(tmp_path / "again", log=lines.append)
     tokens = mx.array([[1, 2, CHARACTERS + 1]])
     assert mx.array_equal(again.model(tokens), opened.model(tokens))
+
+
+def test_a_chat_whose_template_has_such_a_token_is_refused(folder, tmp_path, call_main):
+    opened = open_model(folder)
+    refused = "must have tokens of the model alone, which has 258, but one is <|im_end|>, token 258. Take it out of"
+    with pytest.raises(ValueError, match=re.escape(f"the messages {refused}")):
+        Conversation(opened.model, opened.tokenizer, Sampler(), max_tokens=9).answer("hi")
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat))
+    status, out, err = call_main(evaluate.main, folder, tmp_path / "chat.jsonl")
+    assert (status, out) == (2, "")
+    assert f"[evaluate] the examples {refused}" in err.splitlines()[-1]
 
 
 def test_a_table_without_rows_for_plain_text_is_another_model_s(folder, tmp_path):
