@@ -36,7 +36,9 @@ def _cut(files: Mapping[str, bytes], way: str) -> Files:
     backend = Tokenizer.from_buffer(files["tokenizer.json"])
     backend.pre_tokenizer = PRE_TOKENIZERS[way]()
     backend.normalizer = normalizers.NFC() if way == "qwen2" else None
-    return {**files, "tokenizer.json": backend.to_str().encode()}
+    content = json.loads(backend.to_str())
+    content["model"]["ignore_merges"] = way == "llama-bpe"
+    return {**files, "tokenizer.json": encoded(content)}
 
 
 def smollm() -> Files:
