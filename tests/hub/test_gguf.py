@@ -10,6 +10,7 @@ from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
 from forge_mlx.models.rope_scaling import RopeScaling, scaled_periods
 from forge_mlx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 import gguf
+from gguf_checks import TOKENS, assert_close, contents, logits, quiet, their_logits
 from gguf_oracle import CONFIGS, V, published, write_gguf_of
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -17,34 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-TOKENS = np.random.default_rng(5).integers(0, V, (2, 24))
 FAST = ("llama", "llama, other limits", "gemma3")
 ARCHITECTURES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
-
-
-def quiet(line):
-    raise AssertionError(line)
-
-
-def logits(model):
-    return np.array(model(mx.array(TOKENS)))
-
-
-def their_logits(model):
-    with torch.no_grad():
-        return model(torch.tensor(TOKENS)).logits.numpy()
-
-
-def assert_close(found, expected, tolerance=1e-4):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * max(1, np.abs(expected).max()))
-
-
-def contents(file):
-    """Metadata and tensors of a file, by the package gguf."""
-    reader = gguf.GGUFReader(file)
-    values = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    tensors = {each.name: (each.tensor_type.name, each.shape.tolist(), each.data.copy()) for each in reader.tensors}
-    return values, tensors
 
 
 def dequantized(model, kind):

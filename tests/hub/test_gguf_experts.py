@@ -9,6 +9,7 @@ from forge_mlx.models.moe import MoE, MoEConfig
 from forge_mlx.models.qat import QATConfig, convert_qat, prepare_qat
 from forge_mlx.nn.quantized import QuantizedExpertLinear
 import gguf
+from gguf_checks import TOKENS, assert_close, contents, logits, quiet, their_logits
 from gguf_experts_oracle import CONFIGS, is_in_blocks, published, write_gguf_of
 from gguf_oracle import V
 from llama_cpp import ask
@@ -18,33 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-TOKENS = np.random.default_rng(5).integers(0, V, (2, 24))
 FAMILIES = {"llama": "mixtral", "olmoe": "olmoe", "qwen3moe": "qwen3_moe", "dots1": "dots1"}
-
-
-def quiet(line):
-    raise AssertionError(line)
-
-
-def logits(model):
-    return np.array(model(mx.array(TOKENS)))
-
-
-def their_logits(model):
-    with torch.no_grad():
-        return model(torch.tensor(TOKENS)).logits.numpy()
-
-
-def assert_close(found, expected, tolerance=1e-4):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * max(1, np.abs(expected).max()))
-
-
-def contents(file):
-    """Metadata and tensors of a file, by the package gguf."""
-    reader = gguf.GGUFReader(file)
-    values = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    tensors = {each.name: (each.tensor_type.name, each.shape.tolist(), each.data.copy()) for each in reader.tensors}
-    return values, tensors
 
 
 @pytest.mark.parametrize("name", CONFIGS)

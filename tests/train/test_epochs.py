@@ -42,6 +42,21 @@ def _described(config) -> str:
     return " ".join(console.file.getvalue().split())
 
 
+def _break_off(config, step: int, monkeypatch) -> None:
+    """Train until a step is done, and fail in the next one."""
+    train_step = Trainer.train_step
+
+    def fails(trainer):
+        if trainer.step == step:
+            raise RuntimeError("broken off")
+        return train_step(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", fails)
+        with pytest.raises(RuntimeError, match="broken off"):
+            train(config, log=_ignore)
+
+
 def _epochs(folder: Path, epochs: float, kind: str = "chat", **changes: Any):
     """A run of the ten examples that are not held out, a row each unless they are packed."""
     return finetune_config(folder, kind, train__steps=None, train__epochs=epochs, **changes)
@@ -208,17 +223,7 @@ def test_a_run_that_broke_off_ends_as_one_that_did_not(kind, changes, tmp_path, 
         folder.mkdir()
         configs.append(_epochs(folder, 1.5, kind, **LORA, **changes, optim__warmup_steps=1))
     train(configs[0], log=_ignore)
-    step = Trainer.train_step
-
-    def third_fails(trainer):
-        if trainer.step == 2:
-            raise RuntimeError("broken off")
-        return step(trainer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", third_fails)
-        with pytest.raises(RuntimeError, match="broken off"):
-            train(configs[1], log=_ignore)
+    _break_off(configs[1], 2, monkeypatch)
     # As the run's own folder has it.
     train(load_config(broken / "run" / "config.yaml"), log=_ignore)
     assert "resumed at step 2" in events(broken / "run")
@@ -273,17 +278,7 @@ def test_a_finished_run_goes_on_for_more_epochs_alone(tmp_path):
 def test_a_finished_run_that_broke_off_further_on_says_where_each_is(tmp_path, monkeypatch):
     each = {**LORA, "train__checkpoint_every": 1}
     run = train(finetune_config(tmp_path, **each, train__steps=2), log=_ignore).folder
-    step = Trainer.train_step
-
-    def fifth_fails(trainer):
-        if trainer.step == 4:
-            raise RuntimeError("broken off")
-        return step(trainer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", fifth_fails)
-        with pytest.raises(RuntimeError, match="broken off"):
-            train(finetune_config(tmp_path, **each, train__steps=6), log=_ignore)
+    _break_off(finetune_config(tmp_path, **each, train__steps=6), 4, monkeypatch)
     lines: list[str] = []
     train(finetune_config(tmp_path, **each, train__steps=2), log=lines.append)
     finished = "finished at step 2, with a checkpoint of step 4; train.steps of at least 5 goes on"
